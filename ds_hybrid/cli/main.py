@@ -1,0 +1,30 @@
+"""The ``ds_hybrid`` command. Each sub-command is a file of this folder that ``main`` names."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from ds_hybrid.cli import schema, validate
+from ds_hybrid.errors import HybridError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one sub-command; the exit status is 2 for whatever the user has to put right."""
+    parser = argparse.ArgumentParser(prog="ds_hybrid", description="MoE training on DeepSpeed.")
+    parser.add_argument("--version", action="version", version=f"ds_hybrid {version('ds_hybrid')}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    validate.add_command(commands)
+    schema.add_command(commands)
+    arguments = parser.parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except HybridError as error:
+        print(error, file=sys.stderr)
+    except OSError as error:
+        print(f"{error.filename}: {error.strerror}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

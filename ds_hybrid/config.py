@@ -1,0 +1,231 @@
+"""The "ds_hybrid" section of a ds_config, and the one way to load it: a checked HybridConfig, or every problem."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, Strict
+
+from ds_hybrid.document import count_at, deepspeed_problems, experts_are_parallel
+from ds_hybrid.document import read_document as read_document  # for those who load: the rest of the file
+from ds_hybrid.errors import ConfigError
+from ds_hybrid.problems import ABSENT, Problem, listed, model_problems, value_at
+
+Ranks = Annotated[tuple[int, ...], Strict(False)]  # not strict: JSON has lists where Python wants a tuple
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+
+class DispatchConfig(_Section):
+    """How tokens travel to their experts and back."""
+
+    mode: Literal["auto", "alltoall", "allgather", "two_stage", "hierarchical", "replicated"] = Field(
+        default="auto", description="The dispatcher; auto chooses one from the layout and the measured routing."
+    )
+    wire_dtype: Literal["auto", "bf16", "fp8_e4m3"] = Field(
+        default="auto", description="What a value is on the wire; auto sends the dtype of the tokens."
+    )
+    overlap_chunks: int = Field(
+        default=1,
+        ge=1,
+        description="Parts that the tokens are cut into, one travelling while another computes; 1 is off.",
+    )
+    guard: bool = Field(default=True, description="Check that all ranks agree before they exchange tokens.")
+
+
+class TopologyConfig(_Section):
+    """What the machines look like, and which ranks form expert groups."""
+
+    source: str = Field(
+        default="auto", description="auto probes the running ranks; else the path of a machine description."
+    )
+    expert_groups: Literal["auto"] | Annotated[tuple[Ranks, ...], Strict(False)] = Field(
+        default="auto", description="auto, or the ranks of each expert group, such as [[0,1,4,5],[2,3,6,7]]."
+    )
+
+
+class RebalanceConfig(_Section):
+    """Experts move between ranks during training, without changing the result."""
+
+    enabled: bool = Field(default=False, description="Move experts when it pays.")
+    algorithm: Literal["swap", "lpt_swap", "lpt", "hierarchical", "article_round_robin", "static"] = Field(
+        default="swap", description="How a new placement is found."
+    )
+    interval: int = Field(default=50, ge=1, description="Optimizer steps between two decisions.")
+    load_half_life: float = Field(default=50, gt=0, description="Optimizer steps after which a load counts half.")
+    horizon: int = Field(default=200, ge=1, description="Optimizer steps over which a move must earn its cost back.")
+    min_gain: float = Field(
+        default=0.05, ge=0, description="Smallest gain that moves experts, as a fraction of the step time."
+    )
+    dry_run: bool = Field(default=False, description="Decide and report, but move nothing.")
+
+
+class AttentionConfig(_Section):
+    """Attention over a sequence that several ranks share."""
+
+    kv_gather: Literal["off", "whole", "blocks", "ring", "auto"] = Field(
+        default="off", description="How keys and values are gathered under compute."
+    )
+
+
+class ObserveConfig(_Section):
+    """What a run writes down about itself."""
+
+    directory: str | None = Field(default=None, description="Where events go as JSON lines; null writes none.")
+    interval: int = Field(default=10, ge=1, description="Optimizer steps between two events.")
+    routing_trace: bool = Field(default=False, description="Also record every routing decision.")
+
+
+class HybridConfig(_Section):
+    """The "ds_hybrid" section. Every key has a default, so an empty section is complete."""
+
+    dispatch: DispatchConfig = DispatchConfig()
+    topology: TopologyConfig = TopologyConfig()
+    rebalance: RebalanceConfig = RebalanceConfig()
+    attention: AttentionConfig = AttentionConfig()
+    observe: ObserveConfig = ObserveConfig()
+    plan: dict[str, Any] | None = Field(
+        default=None, description="What the planner wrote down about its choice; not read."
+    )
+
+
+# The tables below name the values that work; every other value is refused. A feature arrives by deleting its row.
+_Values = Mapping[str, tuple[Any, ...]]
+
+NOT_YET: Final[_Values] = MappingProxyType(
+    {
+        "ds_hybrid.dispatch.mode": ("auto", "alltoall", "allgather", "two_stage"),
+        "ds_hybrid.dispatch.wire_dtype": ("auto", "bf16"),
+        "ds_hybrid.dispatch.overlap_chunks": (1,),
+        "ds_hybrid.topology.source": ("auto",),
+        "ds_hybrid.topology.expert_groups": ("auto",),
+        "ds_hybrid.rebalance.enabled": (False,),
+        "ds_hybrid.attention.kv_gather": ("off",),
+        "ds_hybrid.observe.directory": (None,),
+        "ds_hybrid.observe.routing_trace": (False,),
+    }
+)
+"""Values that this version has, where it does not have all that the models above name."""
+
+NOT_YET_WITH_EXPERT_PARALLEL: Final[_Values] = MappingProxyType(
+    {
+        "tensor_parallel.autotp_size": (0, 1),
+        "expert_parallel.score_apply": ("auto", "post"),
+    }
+)
+"""The same for DeepSpeed's keys, when ``expert_parallel`` is enabled."""
+
+REPLACED: Final[_Values] = MappingProxyType(
+    {
+        "expert_parallel.combine_impl": ("auto", "weighted_sum"),
+        "expert_parallel.row_weighting_impl": ("auto", "eager"),
+        "expert_parallel.comm_backend": ("comm",),
+        "expert_parallel.async_split_plan": (False,),
+        "expert_parallel.validate_folding_routing": (False,),
+    }
+)
+"""Options of AutoEP's own dispatch, which ds_hybrid's dispatchers replace: another value would silently do nothing."""
+
+
+def load(
+    source: str | Path | Mapping[str, Any], *, world_size: int | None = None, num_experts: int | None = None
+) -> HybridConfig:
+    """The checked "ds_hybrid" section of a ds_config; all defaults when the file has none.
+
+    Args:
+        source: path of the file, or the ds_config as a mapping.
+        world_size: ranks of the run. Without it, rules that need it are not checked.
+        num_experts: experts of each MoE layer. Without it, rules that need it are not checked.
+
+    Raises:
+        ConfigError: with one line for each problem of the whole file.
+    """
+    document = read_document(source)
+    name = "ds_config" if isinstance(source, Mapping) else str(source)
+    problems = find_problems(document, name=name, world_size=world_size, num_experts=num_experts)
+    if problems:
+        raise ConfigError(*problems)
+    return HybridConfig.model_validate(document.get("ds_hybrid", {}))
+
+
+def find_problems(
+    document: Mapping[str, Any], *, name: str, world_size: int | None = None, num_experts: int | None = None
+) -> list[str]:
+    """Every problem of a ds_config, one line each: place, value, file, rule, fix. ``name`` is how to call the file."""
+    for argument, value in (("world_size", world_size), ("num_experts", num_experts)):
+        if value is not None and value < 1:
+            return [Problem(argument, "must be an integer >= 1.", value).line(name)]
+    broken_models = model_problems(HybridConfig, document.get("ds_hybrid", {}), at="ds_hybrid")
+    problems = [
+        *deepspeed_problems(document, world_size=world_size, num_experts=num_experts),
+        *broken_models,
+        *_limit_problems(document, already={problem.path for problem in broken_models}),
+        *_expert_group_problems(document, world_size),
+    ]
+    return [problem.line(name) for problem in problems]
+
+
+def broken_partition(groups: Sequence[Sequence[int]], *, world_size: int | None, group_size: int | None) -> list[str]:
+    """The rules that ``groups`` break as a partition of the ranks into groups of one size.
+
+    ``world_size`` None takes the ranks that the groups hold together; ``group_size`` None takes any size.
+    """
+    if not groups or not all(groups):
+        return ["must hold at least one group, and no empty one."]
+    broken = []
+    sizes = sorted({len(group) for group in groups})
+    if len(sizes) > 1:
+        broken.append(f"groups must have one size, not {', '.join(map(str, sizes))}.")
+    elif group_size is not None and sizes != [group_size]:
+        broken.append(f"groups must hold expert_parallel.autoep_size {group_size} ranks, not {sizes[0]}.")
+    counts = Counter(rank for group in groups for rank in group)
+    world = range(world_size if world_size is not None else sum(counts.values()))
+    faults = {
+        "missing": [rank for rank in world if rank not in counts],
+        "given twice": [rank for rank, count in counts.items() if count > 1],
+        "outside": [rank for rank in counts if rank not in world],
+    }
+    named = "; ".join(f"{fault} {', '.join(map(str, ranks))}" for fault, ranks in faults.items() if ranks)
+    if named:
+        broken.append(f"must hold each rank from 0 to {len(world) - 1} once: {named}.")
+    return broken
+
+
+def _expert_group_problems(document: Mapping[str, Any], world_size: int | None) -> Iterator[Problem]:
+    path = "ds_hybrid.topology.expert_groups"
+    groups = value_at(document, path)
+    if groups in (ABSENT, "auto") or model_problems(TopologyConfig, {"expert_groups": groups}):
+        return
+    group_size = count_at(document, "expert_parallel.autoep_size")
+    for rule in broken_partition(groups, world_size=world_size, group_size=group_size):
+        yield Problem(path, rule, groups)
+
+
+def _limit_problems(document: Mapping[str, Any], already: set[str]) -> Iterator[Problem]:
+    """Values that the models allow and this version refuses; ``already`` are the paths reported before."""
+    for path, value, works in _refused(document, NOT_YET):
+        if path not in already:
+            yield Problem(path, f"not available in {_release()}. Set it to {listed(works)}.", value)
+    if not experts_are_parallel(document):
+        return
+    for path, value, works in _refused(document, NOT_YET_WITH_EXPERT_PARALLEL):
+        rule = f"not available in {_release()} with expert_parallel. Set it to {listed(works)}."
+        yield Problem(path, rule, value)
+    for path, value, _ in _refused(document, REPLACED):
+        yield Problem(path, "has no effect with ds_hybrid's dispatchers. Remove it.", value)
+
+
+def _release() -> str:
+    return f"ds_hybrid {version('ds_hybrid')}"
+
+
+def _refused(document: Mapping[str, Any], table: _Values) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+    for path, works in table.items():
+        value = value_at(document, path)
+        if value is not ABSENT and value not in works:
+            yield path, value, works

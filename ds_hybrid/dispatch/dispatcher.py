@@ -1,0 +1,81 @@
+"""The contract of every dispatcher, and what they share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ds_hybrid.dispatch.collectives import RankGroup
+from ds_hybrid.dispatch.guard import check_agreement, facts_of_call
+from ds_hybrid.dispatch.meter import crossing
+from ds_hybrid.dispatch.modes import Mode
+from ds_hybrid.dispatch.routing import Routing, ranks_needed
+from ds_hybrid.placement import ExpertPlacement
+
+
+class Dispatcher(ABC):
+    """Brings tokens to the ranks that hold their experts, and the experts' results back.
+
+    What a call learns travels in the returned state, so one dispatcher serves shared layers, micro-batches and
+    recomputation. All ranks of the group call it together; T may differ between them and may be 0.
+
+    Args:
+        group: the expert-parallel group and its meter.
+        layer: the layer's name, for messages.
+        guard: compare shapes, dtype and placement over the ranks before payload moves.
+    """
+
+    mode: ClassVar[Mode]
+
+    def __init__(self, group: RankGroup, *, layer: str = "MoE layer", guard: bool = True) -> None:
+        self.group = group
+        self.layer = layer
+        self.guard = guard
+        self._tables: dict[tuple[ExpertPlacement, torch.device], tuple[Tensor, Tensor]] = {}
+
+    @abstractmethod
+    def dispatch(self, tokens: Tensor, routing: Routing, placement: ExpertPlacement) -> tuple[Tensor, Tensor, Any]:
+        """tokens [T, H] -> rows [R, H] sorted by local slot, num_rows_per_slot [E/P] int64, and a frozen state.
+
+        Raises:
+            DispatchError: on every rank, when the ranks disagree.
+        """
+
+    @abstractmethod
+    def combine(self, expert_rows: Tensor, state: Any) -> Tensor:
+        """expert_rows [R, H] in the order of dispatch -> [T, H]: for each token the sum over k of weight x expert."""
+
+    def locate(self, expert_ids: Tensor, placement: ExpertPlacement) -> tuple[Tensor, Tensor]:
+        """Where experts live: ids [...] -> ranks [...] and slots [...]. The tables stay on the device."""
+        key = (placement, expert_ids.device)
+        if key not in self._tables:
+            self._tables = {
+                key: (
+                    torch.tensor(placement.rank_of_expert, device=expert_ids.device),
+                    torch.tensor(placement.slot_of_expert, device=expert_ids.device),
+                )
+            }
+        rank_of_expert, slot_of_expert = self._tables[key]
+        return rank_of_expert[expert_ids], slot_of_expert[expert_ids]
+
+    def facts(self, tokens: Tensor, routing: Routing, placement: ExpertPlacement) -> list[int]:
+        """The integers to send for :meth:`check`; none when the guard is off."""
+        facts = facts_of_call(tokens, routing, placement)
+        return facts if self.guard else []
+
+    def check(self, facts_of_rank: list[list[int]]) -> None:
+        """Raise on every rank if the ranks' :meth:`facts` differ."""
+        if self.guard:
+            check_agreement(facts_of_rank, layer=self.layer)
+
+    def rows_needed(self, rank_of_choice: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, K] ranks -> which ranks need which token [T, P] bool, and how many rows must leave this rank, [] int64."""
+        needed = ranks_needed(rank_of_choice, self.group.size)
+        return needed, needed.sum() - needed[:, self.group.rank].sum()
+
+    def crossing(self, rows: Tensor, num_rows_needed: Tensor) -> Tensor:
+        """Note on the meter that ``rows`` cross to the experts or back."""
+        return crossing(rows, num_rows_needed, self.group.meter)

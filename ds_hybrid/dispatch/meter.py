@@ -1,0 +1,85 @@
+"""Counts the bytes that leave this rank, and the bytes that had to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class WireBytes:
+    """Bytes that left this rank for others since the meter was last cleared, forward and backward.
+
+    Attributes:
+        payload: rows of tokens and gradients, and the routing weights that ride with them.
+        metadata: routing ids, row counts and agreement headers.
+        lower_bound: rows that had to cross, times their bytes: each token once to each other rank that holds one of
+            its experts, one row back, and the same again in backward.
+        num_tokens: tokens routed.
+
+    Per rank, ``payload`` may fall below ``lower_bound`` (a combine sends rows of other ranks' tokens): compare sums
+    over the ranks of a group.
+    """
+
+    payload: int
+    metadata: int
+    lower_bound: int
+    num_tokens: int
+
+
+class Meter:
+    """Adds up the traffic of one layer on one rank."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self._payload = 0
+        self._metadata = 0
+        self._num_tokens = 0
+        self._lower_bound: Tensor | None = None
+
+    def add_payload(self, num_bytes: int) -> None:
+        self._payload += num_bytes
+
+    def add_metadata(self, num_bytes: int) -> None:
+        self._metadata += num_bytes
+
+    def add_tokens(self, num_tokens: int) -> None:
+        self._num_tokens += num_tokens
+
+    def add_lower_bound(self, num_bytes: Tensor) -> None:
+        """Add a count that lives on the device; it is read back only by :meth:`read`."""
+        self._lower_bound = num_bytes if self._lower_bound is None else self._lower_bound + num_bytes
+
+    def read(self) -> WireBytes:
+        """The totals. Waits for the device."""
+        lower_bound = 0 if self._lower_bound is None else int(self._lower_bound)
+        return WireBytes(self._payload, self._metadata, lower_bound, self._num_tokens)
+
+
+def crossing(rows: Tensor, num_rows_needed: Tensor, meter: Meter) -> Tensor:
+    """The identity, which adds one one-way crossing to the lower bound in forward and another in backward.
+
+    Args:
+        rows: [T, H], what crosses.
+        num_rows_needed: [] int64 on the device of ``rows``, how many rows had to cross.
+    """
+    return _Crossing.apply(rows, num_rows_needed, meter)  # type: ignore[no-any-return]
+
+
+class _Crossing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, num_rows_needed: Tensor, meter: Meter) -> Tensor:
+        ctx.num_bytes = num_rows_needed * (rows.shape[1] * rows.element_size())
+        ctx.meter = meter
+        meter.add_lower_bound(ctx.num_bytes)
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad_rows: Tensor) -> tuple[Tensor, None, None]:
+        ctx.meter.add_lower_bound(ctx.num_bytes)
+        return grad_rows, None, None

@@ -1,0 +1,158 @@
+"""The one changed line: ``ds_hybrid.initialize`` builds a :class:`MoEEngine` as ``deepspeed.initialize`` builds its own.
+
+DeepSpeed offers no way to choose the engine's class, and its own ``initialize`` converts MoE layers inside the engine's
+constructor. So :func:`initialize` repeats DeepSpeed's short preamble and constructs the subclass; a test pins the
+source of ``deepspeed.initialize`` and every private name used here, and fails when another DeepSpeed moves them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import deepspeed.comm as dist
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.tensor_parallel.init_utils import merge_tp_model_init_into_config
+from torch import nn
+
+from ds_hybrid.config import HybridConfig, load, read_document
+from ds_hybrid.engine.router_logits import record_router_logits, router_recorders_hidden
+from ds_hybrid.errors import ConfigError
+from ds_hybrid.moe.autoep import HybridAutoEPLayer
+from ds_hybrid.observe.stats import LayerStats, MoEStats
+
+
+class MoEEngine(DeepSpeedEngine):  # type: ignore[misc]
+    """DeepSpeed's engine whose converted MoE layers dispatch through ds_hybrid.
+
+    Args:
+        hybrid_config: the checked ``ds_hybrid`` section.
+        kwargs: what ``DeepSpeedEngine`` takes.
+    """
+
+    def __init__(self, *, hybrid_config: HybridConfig, **kwargs: Any) -> None:
+        self.hybrid_config = hybrid_config
+        super().__init__(**kwargs)
+
+    def _configure_expert_parallel(self, model: nn.Module, collect_sources: bool | None = None) -> Any:
+        with router_recorders_hidden(model):
+            sources = super()._configure_expert_parallel(model, collect_sources)
+        for name, layer in model.named_modules():
+            if type(layer) is AutoEPMoELayer:
+                HybridAutoEPLayer.adopt(layer, name=name, dispatch=self.hybrid_config.dispatch)
+        record_router_logits(model)
+        return sources
+
+    def moe_layers_by_name(self) -> dict[str, HybridAutoEPLayer]:
+        """The converted MoE layers in model order."""
+        return {layer.layer_name: layer for layer in self.module.modules() if isinstance(layer, HybridAutoEPLayer)}
+
+    def moe_stats(self) -> MoEStats:
+        """Traffic and load of every MoE layer since the previous call, summed over all ranks. All ranks call it."""
+        layers = self.moe_layers_by_name().values()
+        return MoEStats(tuple(_take_layer_stats(layer) for layer in layers))
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: str | Path | Mapping[str, Any] | None = None,
+    mesh_param: Any = None,
+    config_params: str | Path | Mapping[str, Any] | None = None,
+) -> tuple[MoEEngine, Any, Any, Any]:
+    """Same arguments and same result as ``deepspeed.initialize``: (engine, optimizer, dataloader, lr_scheduler).
+
+    The ds_config may hold a ``ds_hybrid`` section; it is checked as a whole, before anything is built, on every rank.
+
+    Raises:
+        ConfigError: every problem of the ds_config at once, or a kind of model that ds_hybrid does not train.
+    """
+    if model is None:
+        raise ConfigError("ds_hybrid.initialize(model=None): a torch.nn.Module is required.")
+    if isinstance(model, PipelineModule):
+        raise ConfigError("ds_hybrid.initialize(model=PipelineModule): pipelines are not supported. Use a plain module.")
+
+    deepspeed.zero.partition_parameters.shutdown_init_context()
+    try:
+        dist.init_distributed(
+            dist_backend=get_accelerator().communication_backend_name(),
+            distributed_port=distributed_port,
+            dist_init_required=dist_init_required,
+        )
+        source = _config_source(args, config if config is not None else config_params)
+        document = read_document(source)
+        hybrid_config = load(source, world_size=dist.get_world_size())
+        mesh_device = _mesh_device(mesh_param, document)
+        merge_tp_model_init_into_config(document, mpu, mesh_param, dist)
+        if document.get("tensor_parallel", {}).get("autotp_size", 0) > 0:
+            deepspeed.set_autotp_mode(training=True)
+        ds_config = DeepSpeedConfig(document, mpu, mesh_device=mesh_device)
+        if ds_config.hybrid_engine.enabled:
+            raise ConfigError("hybrid_engine.enabled = true: not supported by ds_hybrid. Set it to false.")
+        deepspeed.set_optimizer_flags(ds_config, model)
+        engine = MoEEngine(
+            hybrid_config=hybrid_config,
+            args=args,
+            model=model,
+            optimizer=optimizer,
+            model_parameters=model_parameters,
+            training_data=training_data,
+            lr_scheduler=lr_scheduler,
+            mpu=mpu,
+            dist_init_required=dist_init_required,
+            collate_fn=collate_fn,
+            config=document,
+            mesh_device=mesh_device,
+            config_class=ds_config,
+        )
+    finally:
+        deepspeed.zero.partition_parameters.restore_init_context()
+    engine._configure_python_gc()
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _config_source(args: Any, config: str | Path | Mapping[str, Any] | None) -> str | Path | Mapping[str, Any]:
+    from_args = getattr(args, "deepspeed_config", None)
+    if from_args is not None and config is not None:
+        raise ConfigError(
+            f"ds_hybrid.initialize: a ds_config comes from both args.deepspeed_config = {from_args} and config. Pass one."
+        )
+    source = from_args if config is None else config
+    if source is None:
+        raise ConfigError("ds_hybrid.initialize: no ds_config. Pass config= or --deepspeed_config FILE.")
+    return source
+
+
+def _mesh_device(mesh_param: Any, document: Mapping[str, Any]) -> Any:
+    sizes = mesh_param
+    if not sizes and {"data_parallel_size", "sequence_parallel_size"} <= document.keys():
+        sizes = (document["data_parallel_size"], document["sequence_parallel_size"])
+    return dist.initialize_mesh_device(sizes, ("data_parallel", "sequence_parallel")) if sizes else None
+
+
+def _take_layer_stats(layer: HybridAutoEPLayer) -> LayerStats:
+    sent = layer.meter.read()
+    layer.meter.clear()
+    sums = layer.expert_load.new_tensor([sent.payload, sent.metadata, sent.lower_bound, sent.num_tokens])
+    sums = torch.cat([sums, layer.expert_load])
+    layer.expert_load.zero_()
+    dist.all_reduce(sums)
+    payload, metadata, lower_bound, num_tokens, *expert_load = sums.tolist()
+    mode = layer.dispatcher.mode
+    return LayerStats(layer.layer_name, mode, payload, metadata, lower_bound, num_tokens, tuple(expert_load))

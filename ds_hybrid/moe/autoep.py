@@ -1,0 +1,87 @@
+"""DeepSpeed's AutoEP layer with our dispatch in the middle.
+
+The layer stays an ``AutoEPMoELayer``: DeepSpeed builds it from the Hugging Face block, names its groups, partitions,
+clips and saves its parameters. Between its router and its output tail runs one of our dispatchers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from torch import Tensor
+
+from ds_hybrid.config import DispatchConfig
+from ds_hybrid.dispatch.choose import choose_mode, make_dispatcher
+from ds_hybrid.dispatch.collectives import RankGroup
+from ds_hybrid.dispatch.dispatcher import Dispatcher
+from ds_hybrid.dispatch.meter import Meter
+from ds_hybrid.dispatch.routing import Routing, count_values
+from ds_hybrid.dispatch.traffic import WireShape
+from ds_hybrid.moe.experts import run_experts
+from ds_hybrid.placement import ExpertPlacement
+
+
+class HybridAutoEPLayer(AutoEPMoELayer):  # type: ignore[misc]
+    """A Hugging Face MoE block whose tokens travel through a ds_hybrid dispatcher.
+
+    Attributes:
+        layer_name: the block's name in the model, for messages and statistics.
+        placement: which rank and slot holds which expert of the model.
+        meter: what this rank sent for this layer.
+        expert_load: [E] int64, how many (token, choice) pairs of this rank chose each expert in training.
+    """
+
+    layer_name: str
+    placement: ExpertPlacement
+    dispatcher: Dispatcher
+    meter: Meter
+    expert_load: Tensor
+
+    @classmethod
+    def adopt(cls, layer: AutoEPMoELayer, *, name: str, dispatch: DispatchConfig) -> HybridAutoEPLayer:
+        """Turn a converted layer into ours in place: its parameters, marks and hooks stay what they are."""
+        layer.__class__ = cls
+        layer.layer_name = name
+        layer.placement = ExpertPlacement.contiguous(layer.num_experts, layer.ep_size)
+        layer.meter = Meter()
+        layer._dispatch_config = dispatch
+        # An integer buffer: DeepSpeed would cast a floating-point one to bf16, which stops counting at 256.
+        load = torch.zeros(layer.num_experts, dtype=torch.int64, device=layer.tokens_per_expert.device)
+        layer.register_buffer("expert_load", load, persistent=False)
+        assert isinstance(layer, HybridAutoEPLayer)
+        return layer
+
+    def set_deepspeed_parallelism(self, *args: Any, **kwargs: Any) -> None:
+        """Bind the expert-parallel group, and the dispatcher over it."""
+        super().set_deepspeed_parallelism(*args, **kwargs)
+        mode = self._dispatch_config.mode
+        if mode == "auto":
+            mode = choose_mode(self._wire_shape())
+        group = RankGroup(self.ep_group, self.meter)
+        self.dispatcher = make_dispatcher(mode, group, layer=self.layer_name, guard=self._dispatch_config.guard)
+
+    def _forward(self, hidden_states: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+        hidden_size = hidden_states.shape[-1]
+        tokens = hidden_states.reshape(-1, hidden_size)
+        topk_weights, topk_ids, tokens_per_expert = self.router(tokens, self.expert_bias)
+        with torch.no_grad():
+            self.tokens_per_expert.add_(tokens_per_expert)
+            if self.training:
+                self.expert_load.add_(count_values(topk_ids, self.num_experts))
+
+        routing = Routing(topk_ids, topk_weights, self.num_experts)
+        rows, num_rows_per_slot, state = self.dispatcher.dispatch(tokens, routing, self.placement)
+        expert_rows = run_experts(self.experts, rows, num_rows_per_slot)
+        output = self.dispatcher.combine(expert_rows, state).view(hidden_states.shape)
+        return self._finalize_output(output, tokens, hidden_states, hidden_size)  # type: ignore[no-any-return]
+
+    def _wire_shape(self) -> WireShape:
+        return WireShape(
+            num_ranks=self.ep_size,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            hidden_size=self.hidden_size,
+            value_bytes=self.experts.w1.element_size(),
+        )

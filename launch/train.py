@@ -1,0 +1,293 @@
+"""Trains a mixture-of-experts language model from scratch on the bytes of real text.
+
+Starts under deepspeed, torchrun and mpirun alike:
+
+    deepspeed --num_gpus 2 launch/train.py --deepspeed_config ds_configs/two_stage_zero1.json
+    torchrun --nproc_per_node 2 launch/train.py --deepspeed_config ds_configs/two_stage_zero1.json --text my_folder
+    mpirun -np 2 python launch/train.py --deepspeed_config ds_configs/two_stage_zero1.json --resume my_checkpoints
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+import warnings
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import deepspeed.comm as dist
+import numpy as np
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import set_log_level_from_string
+from models import TINY_MODELS, build_model, model_config
+from numpy.typing import NDArray
+from text import Corpus, Shard, Windows, held_out_batches, read_corpus, train_batch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from tqdm import tqdm  # type: ignore[import-untyped]
+from transformers import PretrainedConfig
+
+import ds_hybrid
+from ds_hybrid.errors import CheckpointError, ConfigError, HybridError
+from ds_hybrid.observe.stats import MoEStats
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line. ``steps`` counts from the first step of all: a resumed run does what is left of them."""
+
+    deepspeed_config: str
+    model: str
+    text: Path | None
+    seq_len: int
+    steps: int
+    eval_interval: int
+    eval_batches: int
+    seed: int
+    save: Path | None
+    resume: Path | None
+    log: Path | None
+
+
+@dataclass(frozen=True)
+class Data:
+    """What this rank reads: its shard of the training windows, and its held-out batches [B, seq_len + 1]."""
+
+    train: Windows
+    held_out: list[NDArray[np.int64]]
+    shard: Shard
+    seed: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """A finished step. ``loss`` is in nats per byte, the mean over all ranks; ``num_tokens`` is of all ranks."""
+
+    step: int
+    loss: float
+    num_tokens: int
+    seconds: float
+    lr: float
+
+    def record(self) -> dict[str, float]:
+        """Its line in ``--log``."""
+        return {
+            "step": self.step,
+            "loss": self.loss,
+            "tokens_per_second": self.num_tokens / self.seconds,
+            "lr": self.lr,
+        }
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """``loss`` on the held-out text in nats per byte; ``stats`` of the training before it."""
+
+    loss: float
+    stats: MoEStats
+
+
+def parse_options(arguments: list[str] | None = None) -> Options:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--deepspeed_config", required=True, metavar="FILE", help="ds_config with a ds_hybrid section")
+    parser.add_argument(
+        "--model", default="tiny_qwen3_moe", help=f"{', '.join(TINY_MODELS)}, or the path of a Hugging Face config.json"
+    )
+    parser.add_argument("--text", type=Path, help="file or folder to train on (Python's own sources)")
+    parser.add_argument("--seq-len", type=_positive, default=256, help="bytes in a sequence (%(default)s)")
+    parser.add_argument("--steps", type=_positive, default=300, help="optimizer steps in all (%(default)s)")
+    parser.add_argument("--eval-interval", type=_positive, default=100, help="steps between evaluations (%(default)s)")
+    parser.add_argument("--eval-batches", type=_positive, default=8, help="held-out batches of a rank (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and the order of the text (%(default)s)")
+    parser.add_argument("--save", type=Path, metavar="DIR", help="write a checkpoint there at the end")
+    parser.add_argument("--resume", type=Path, metavar="DIR", help="go on from the latest checkpoint there")
+    parser.add_argument("--log", type=Path, metavar="FILE", help="append one JSON line a step")
+    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
+    options = vars(parser.parse_args(arguments))
+    # The deepspeed launcher passes it; the environment tells the same under every launcher.
+    del options["local_rank"]
+    return Options(**options)
+
+
+def main() -> int:
+    """Returns the exit code: 2, after one message, for what a user can put right."""
+    options = parse_options()
+    silence_libraries()
+    deepspeed.init_distributed(get_accelerator().communication_backend_name())
+    get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
+    try:
+        run(options)
+    except HybridError as error:
+        if dist.get_rank() == 0:
+            print(f"launch/train.py: {error}", file=sys.stderr, flush=True)
+        return 2
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+def silence_libraries() -> None:
+    """What DeepSpeed and torch tell each other's developers, on every rank, would bury the few lines that matter."""
+    set_log_level_from_string("error")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+
+
+def run(options: Options) -> None:
+    corpus, config = read_inputs(options)
+    model = build_model(config, options.seed)
+    engine, *_ = ds_hybrid.initialize(model=model, model_parameters=model.parameters(), config=options.deepspeed_config)
+    first_step = 0 if options.resume is None else load_checkpoint(engine, options)
+    data = share_out(engine, corpus, options)
+
+    is_rank_0 = dist.get_rank() == 0
+    losses = [evaluate(engine, data).loss]
+    num_tokens, seconds = 0, 0.0
+    with (
+        open(options.log if options.log and is_rank_0 else os.devnull, "a", buffering=1) as log,
+        progress_bar(first_step, options.steps, is_shown=is_rank_0) as bar,
+    ):
+        for step in range(first_step, options.steps):
+            done = train_step(engine, data, step)
+            num_tokens += done.num_tokens
+            seconds += done.seconds
+            log.write(json.dumps(done.record()) + "\n")
+            bar.set_postfix_str(f"loss {done.loss:.3f}, {num_tokens / seconds:,.0f} tokens/s", refresh=False)
+            bar.update()
+            if done.step % options.eval_interval == 0 or done.step == options.steps:
+                evaluation = evaluate(engine, data)
+                losses.append(evaluation.loss)
+                if is_rank_0:
+                    bar.write(f"step {done.step}: held-out loss {evaluation.loss:.4f}", file=sys.stdout)
+    if is_rank_0:
+        print(summary(losses[0], evaluation, num_tokens / seconds))
+    if options.save is not None:
+        engine.save_checkpoint(str(options.save))
+
+
+def read_inputs(options: Options) -> tuple[Corpus, PretrainedConfig]:
+    """The text and the model's config. Raises ``ConfigError`` on every rank when any rank, on any host, cannot.
+
+    Hosts must read the same text: their shards are disjoint only then.
+    """
+    problem, digest = None, 0
+    try:
+        config = model_config(options.model, options.seq_len)
+        corpus = read_corpus(options.text)
+        digest = zlib.crc32(corpus.train.tobytes())
+    except ConfigError as error:
+        problem = str(error)
+    reports: list[tuple[str | None, int]] = [(None, 0)] * dist.get_world_size()
+    dist.all_gather_object(reports, (problem, digest))
+    for problem, _ in reports:
+        if problem is not None:
+            raise ConfigError(problem)
+    if len(set(reports)) > 1:
+        raise ConfigError(f"--text {options.text}: not the same text on every host. Copy one folder to all of them.")
+    return corpus, config
+
+
+def load_checkpoint(engine: Any, options: Options) -> int:
+    """Returns the number of steps done so far."""
+    path, _ = engine.load_checkpoint(str(options.resume))
+    if path is None:
+        raise CheckpointError(f"--resume {options.resume}: no checkpoint there. Give the DIR of an earlier --save.")
+    if engine.global_steps >= options.steps:
+        raise CheckpointError(
+            f"--steps {options.steps}: {options.resume} is at step {engine.global_steps} already. Give more steps."
+        )
+    return int(engine.global_steps)
+
+
+def share_out(engine: Any, corpus: Corpus, options: Options) -> Data:
+    shard = Shard(
+        rank=dist.get_rank(group=engine.data_parallel_group),
+        world=engine.dp_world_size,
+        batch_size=engine.train_micro_batch_size_per_gpu(),
+    )
+    held_out = held_out_batches(Windows(corpus.held_out, options.seq_len), options.eval_batches, shard)
+    return Data(Windows(corpus.train, options.seq_len), held_out, shard, options.seed)
+
+
+def train_step(engine: Any, data: Data, step: int) -> Step:
+    """One optimizer step, on one global batch. ``step`` counts from 0."""
+    start = time.perf_counter()
+    num_micro_batches = engine.gradient_accumulation_steps()
+    lr = engine.get_lr()[0]
+    mean_loss = torch.zeros((), device=engine.device)
+    for micro_step in range(step * num_micro_batches, (step + 1) * num_micro_batches):
+        batch = train_batch(data.train, micro_step, data.shard, seed=data.seed)
+        losses, balance_loss = forward(engine, batch)
+        engine.backward(losses.mean() + balance_loss)
+        engine.step()
+        mean_loss += losses.detach().mean() / num_micro_batches
+    dist.all_reduce(mean_loss)
+    return Step(
+        step=step + 1,
+        loss=mean_loss.item() / dist.get_world_size(),
+        num_tokens=num_micro_batches * data.shard.world * data.shard.batch_size * data.train.seq_len,
+        seconds=time.perf_counter() - start,
+        lr=lr,
+    )
+
+
+def evaluate(engine: Any, data: Data) -> Evaluation:
+    """The held-out loss, and what the MoE layers did in the training steps since the last evaluation."""
+    stats = engine.moe_stats()
+    engine.eval()
+    total = torch.zeros(2, dtype=torch.float64, device=engine.device)
+    with torch.no_grad():
+        for batch in data.held_out:
+            losses, _ = forward(engine, batch)
+            total += torch.stack([losses.sum(dtype=torch.float64), total.new_tensor(losses.numel())])
+    engine.train()
+    dist.all_reduce(total)
+    engine.moe_stats()
+    return Evaluation(loss=(total[0] / total[1]).item(), stats=stats)
+
+
+def forward(engine: Any, batch: NDArray[np.int64]) -> tuple[Tensor, Tensor | float]:
+    """On windows [B, seq_len + 1]: cross entropy of each next byte in nats, float32 [B * seq_len], and what to add to
+    its mean so that the router keeps the experts evenly busy (0 for a model that has no such loss, or has it off).
+    """
+    tokens = torch.from_numpy(batch).to(engine.device)
+    outputs = engine(input_ids=tokens[:, :-1], use_cache=False)
+    losses = cross_entropy(outputs.logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+    balance_loss = getattr(outputs, "aux_loss", None)
+    if balance_loss is None:
+        return losses, 0.0
+    return losses, engine.module.config.router_aux_loss_coef * balance_loss
+
+
+def progress_bar(first_step: int, num_steps: int, *, is_shown: bool) -> Any:
+    # In a file each refresh is text to read past.
+    seconds_between = 0.5 if sys.stderr.isatty() else 10
+    return tqdm(initial=first_step, total=num_steps, unit="step", disable=not is_shown, mininterval=seconds_between)
+
+
+def summary(first_loss: float, last: Evaluation, tokens_per_second: float) -> str:
+    bits = [loss / math.log(2) for loss in (first_loss, last.loss)]
+    return "\n".join(
+        [
+            f"held-out loss         {first_loss:.4f} -> {last.loss:.4f} ({bits[0]:.3f} -> {bits[1]:.3f} bits per byte)",
+            f"tokens per second     {tokens_per_second:,.0f}",
+            f"wire bytes per token  {last.stats.wire_bytes_per_token:,.0f} "
+            f"({last.stats.lower_bound_ratio:.3f} x the lower bound)",
+            f"expert load           {last.stats.load_max_over_mean:.2f} max/mean",
+        ]
+    )
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,238 @@
+"""Every dispatcher against a one-process dense MoE: outputs, and gradients of tokens, router weights and experts."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+from ds_hybrid.dispatch.choose import make_dispatcher
+from ds_hybrid.dispatch.collectives import RankGroup
+from ds_hybrid.dispatch.dispatcher import Dispatcher
+from ds_hybrid.dispatch.meter import Meter
+from ds_hybrid.dispatch.modes import MODES, Mode
+from ds_hybrid.dispatch.routing import Routing
+from ds_hybrid.errors import DispatchError
+from ds_hybrid.placement import ExpertPlacement
+from tests.dispatch.reference import Case, Inputs, dense_reference, expert, make_inputs, relative_error
+from tests.ranks import RankPool
+
+Checkpointing = Literal["off", "reentrant", "non_reentrant"]
+
+CASES = {
+    "two ranks": Case((6, 6), num_experts=8, top_k=2),
+    "three ranks": Case((5, 5, 5), num_experts=6, top_k=3),
+    "four ranks": Case((7, 7, 7, 7), num_experts=16, top_k=4),
+    "unequal tokens": Case((9, 1, 4, 6), num_experts=8, top_k=2),
+    "a rank without tokens": Case((5, 0, 3), num_experts=6, top_k=2),
+    "only one rank has tokens": Case((0, 0, 0, 4), num_experts=8, top_k=3),
+    "no tokens at all": Case((0, 0), num_experts=4, top_k=2),
+    "top-1": Case((8, 8, 8), num_experts=9, top_k=1),
+    "every expert": Case((4, 4), num_experts=4, top_k=4),
+    "one expert per rank": Case((6, 6, 6, 6), num_experts=4, top_k=2),
+    "experts without a token": Case((2, 2), num_experts=32, top_k=2),
+    "everything to few experts": Case((12, 12, 12, 12), num_experts=16, top_k=2, skew=6.0),
+    "more than 256 experts": Case((6, 5, 4), num_experts=300, top_k=8),
+    "odd hidden size": Case((5, 7), num_experts=4, top_k=3, hidden_size=5),
+}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=["float64", "float32"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", CASES)
+def test_equals_dense_reference(four_ranks: RankPool, mode: Mode, name: str, dtype: torch.dtype) -> None:
+    case = replace(CASES[name], dtype=dtype)
+    for seed in range(2):
+        for errors in four_ranks.run(compare, mode, replace(case, seed=seed), "off"):
+            assert max(errors.values(), default=0.0) <= TOLERANCE[dtype], errors
+
+
+@pytest.mark.parametrize("checkpointing", ["reentrant", "non_reentrant"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["unequal tokens", "a rank without tokens", "four ranks"])
+def test_activation_checkpointing_changes_nothing(
+    four_ranks: RankPool, mode: Mode, name: str, checkpointing: Checkpointing
+) -> None:
+    for same in four_ranks.run(checkpointing_changes_nothing, mode, CASES[name], checkpointing):
+        assert same
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_bfloat16_is_close_to_the_reference(four_ranks: RankPool, mode: Mode) -> None:
+    case = Case((33, 20, 0, 7), num_experts=8, top_k=3, dtype=torch.bfloat16)
+    for errors in four_ranks.run(compare, mode, case, "off"):
+        assert max(errors.values(), default=0.0) <= 2e-2, errors
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_float32_weights_meet_bfloat16_rows_unrounded(four_ranks: RankPool, mode: Mode) -> None:
+    case = Case((33, 20, 0, 7), num_experts=8, top_k=1, dtype=torch.bfloat16)
+    for output, weights in four_ranks.run(combine_of_threes, mode, case):
+        assert torch.equal(output, (3 * weights).to(torch.bfloat16).expand(output.shape))
+        rounded_first = (3 * weights.to(torch.bfloat16).float()).to(torch.bfloat16)
+        assert not len(weights) or not torch.equal(output[:, :1], rounded_first)
+
+
+def test_broken_dispatcher_is_caught(four_ranks: RankPool) -> None:
+    case = replace(CASES["four ranks"], dtype=torch.float32)
+    worst = [max(errors.values()) for errors in four_ranks.run(compare, "two_stage", case, "off", 1.001)]
+    assert min(worst) > 10 * TOLERANCE[torch.float32]
+
+
+def test_alltoall_does_not_depend_on_the_placement_bit_for_bit(four_ranks: RankPool) -> None:
+    case = replace(CASES["four ranks"], dtype=torch.float32)
+    for outputs in four_ranks.run(outputs_under_placements, "alltoall", case, 5):
+        assert all(torch.equal(output, outputs[0]) for output in outputs)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("fact", ["hidden size", "dtype", "top-k", "placement digest"])
+def test_disagreement_raises_the_same_error_on_every_rank(four_ranks: RankPool, mode: Mode, fact: str) -> None:
+    messages = four_ranks.run(message_of_disagreement, mode, fact, limit=30)
+    assert len(set(messages)) == 1
+    assert messages[0].startswith(f"layer under test: expert-parallel ranks 0 and 2 disagree on the {fact}: ")
+
+
+def rank_group(num_ranks: int) -> RankGroup | None:
+    """The group of ranks 0..num_ranks-1, or None on the others."""
+    process_group = _subgroup(num_ranks)
+    return RankGroup(process_group, Meter()) if dist.get_rank() < num_ranks else None
+
+
+@functools.cache
+def _subgroup(num_ranks: int) -> Any:
+    return dist.new_group(list(range(num_ranks)))
+
+
+def random_placement(case: Case) -> ExpertPlacement:
+    order = np.random.default_rng(case.seed).permutation(case.num_experts)
+    return ExpertPlacement.from_slots(order.reshape(case.num_ranks, -1))
+
+
+def local_experts(rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    parts = zip(rows.split(counts.tolist()), weights, strict=True)
+    return torch.cat([expert(part, weight) for part, weight in parts])
+
+
+def run_layer(
+    dispatcher: Dispatcher,
+    inputs: Inputs,
+    placement: ExpertPlacement,
+    rank: int,
+    checkpointing: Checkpointing = "off",
+    distortion: float = 1.0,
+) -> dict[str, torch.Tensor]:
+    """Output and gradients of this rank, and the gradient of its experts."""
+    tokens = inputs.tokens[rank].clone().requires_grad_()
+    weights = inputs.topk_weights[rank].clone().requires_grad_()
+    experts = inputs.expert_weights[placement.expert_of_slot[rank]].clone().requires_grad_()
+    num_experts = len(inputs.expert_weights)
+
+    def layer(tokens: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        routing = Routing(inputs.topk_ids[rank], weights, num_experts)
+        rows, counts, state = dispatcher.dispatch(tokens, routing, placement)
+        return dispatcher.combine(local_experts(rows, counts, experts) * distortion, state)
+
+    if checkpointing == "off":
+        output = layer(tokens, weights, experts)
+    else:
+        output = checkpoint(layer, tokens, weights, experts, use_reentrant=checkpointing == "reentrant")
+    output.backward(inputs.upstream[rank])
+    assert tokens.grad is not None
+    assert weights.grad is not None
+    assert experts.grad is not None
+    return {
+        "output": output.detach(),
+        "tokens": tokens.grad,
+        "router weights": weights.grad,
+        "experts": experts.grad,
+    }
+
+
+def compare(mode: Mode, case: Case, checkpointing: Checkpointing, distortion: float = 1.0) -> dict[str, float]:
+    """Relative errors of this rank against the dense reference; nothing on ranks outside the group."""
+    group = rank_group(case.num_ranks)
+    if group is None:
+        return {}
+    inputs, placement = make_inputs(case), random_placement(case)
+    expected = dense_reference(inputs)
+    dispatcher = make_dispatcher(mode, group, layer="layer under test", guard=True)
+    actual = run_layer(dispatcher, inputs, placement, group.rank, checkpointing, distortion)
+    wanted = {
+        "output": expected.outputs[group.rank],
+        "tokens": expected.grad_tokens[group.rank],
+        "router weights": expected.grad_topk_weights[group.rank],
+        "experts": expected.grad_experts[placement.expert_of_slot[group.rank]],
+    }
+    return {name: _error(actual[name], wanted[name], expected.grad_experts) for name in wanted}
+
+
+def _error(actual: torch.Tensor, expected: torch.Tensor, scale: torch.Tensor) -> float:
+    """Relative, or absolute on the scale of all experts where the expected value is zero (experts without a token)."""
+    if expected.numel() and not expected.any():
+        return float(actual.abs().max() / scale.abs().max().clamp_min(1e-30))
+    return relative_error(actual, expected)
+
+
+def checkpointing_changes_nothing(mode: Mode, case: Case, checkpointing: Checkpointing) -> bool:
+    group = rank_group(case.num_ranks)
+    if group is None:
+        return True
+    inputs, placement = make_inputs(case), random_placement(case)
+    dispatcher = make_dispatcher(mode, group, layer="layer under test", guard=True)
+    plain = run_layer(dispatcher, inputs, placement, group.rank)
+    recomputed = run_layer(dispatcher, inputs, placement, group.rank, checkpointing)
+    return all(torch.equal(plain[name], recomputed[name]) for name in plain)
+
+
+def combine_of_threes(mode: Mode, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output when every expert answers 3, and the weights."""
+    group = rank_group(case.num_ranks)
+    assert group is not None
+    inputs, placement = make_inputs(case), random_placement(case)
+    weights = inputs.topk_weights[group.rank]
+    dispatcher = make_dispatcher(mode, group, layer="layer under test", guard=True)
+    routing = Routing(inputs.topk_ids[group.rank], weights, case.num_experts)
+    rows, _, state = dispatcher.dispatch(inputs.tokens[group.rank], routing, placement)
+    return dispatcher.combine(torch.full_like(rows, 3.0), state), weights
+
+
+def outputs_under_placements(mode: Mode, case: Case, num_placements: int) -> list[torch.Tensor]:
+    group = rank_group(case.num_ranks)
+    assert group is not None
+    inputs = make_inputs(case)
+    dispatcher = make_dispatcher(mode, group, layer="layer under test", guard=True)
+    placements = [random_placement(replace(case, seed=seed)) for seed in range(num_placements)]
+    return [run_layer(dispatcher, inputs, placement, group.rank)["output"] for placement in placements]
+
+
+def message_of_disagreement(mode: Mode, fact: str) -> str:
+    """Rank 2 differs from the others in one fact."""
+    group = rank_group(4)
+    assert group is not None
+    case = CASES["four ranks"]
+    placement = ExpertPlacement.contiguous(case.num_experts, case.num_ranks)
+    if group.rank == 2:
+        changes: dict[str, Case] = {
+            "hidden size": replace(case, hidden_size=8),
+            "dtype": replace(case, dtype=torch.float32),
+            "top-k": replace(case, top_k=3),
+        }
+        case = changes.get(fact, case)
+        if fact == "placement digest":
+            placement = random_placement(case)
+    inputs = make_inputs(case)
+    dispatcher = make_dispatcher(mode, group, layer="layer under test", guard=True)
+    routing = Routing(inputs.topk_ids[group.rank], inputs.topk_weights[group.rank], case.num_experts)
+    try:
+        dispatcher.dispatch(inputs.tokens[group.rank], routing, placement)
+    except DispatchError as error:
+        return str(error)
+    return "no error"

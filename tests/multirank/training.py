@@ -1,0 +1,170 @@
+"""Short trainings of one tiny model: through ds_hybrid, through stock DeepSpeed, and on one plain process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import ds_hybrid
+from tests.multirank.models import VOCABULARY, make_model
+
+LEARNING_RATE = 0.3
+_LENGTH = 12
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training: what varies between the compared ones."""
+
+    model_type: str = "qwen3_moe"
+    mode: str = "two_stage"
+    ep_size: int = 2
+    zero_stage: int = 1
+    bf16: bool = False
+    clip: float = 0.0
+    num_steps: int = 10
+    accumulation: int = 1
+    router_logits: bool = False
+    checkpointing: bool | None = None  # None: off; else use_reentrant
+
+    @property
+    def model_changes(self) -> dict[str, Any]:
+        return {"output_router_logits": True, "router_aux_loss_coef": 0.1} if self.router_logits else {}
+
+    def ds_config(self) -> dict[str, Any]:
+        return {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": self.accumulation,
+            "gradient_clipping": self.clip,
+            "optimizer": {"type": "SGD", "params": {"lr": LEARNING_RATE}},
+            "zero_optimization": {"stage": self.zero_stage},
+            "zero_allow_untested_optimizer": True,
+            "bf16": {"enabled": self.bf16},
+            "expert_parallel": {"enabled": True, "autoep_size": self.ep_size},
+            "ds_hybrid": {"dispatch": {"mode": self.mode}},
+            "steps_per_print": 1000000,
+        }
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The mean loss of all ranks at each step, and the trained parameters by the plain model's names."""
+
+    losses: list[float]
+    parameters: dict[str, Tensor]
+
+
+def batch(step: int, rank: int, micro: int = 0) -> Tensor:
+    """[2, L] token ids, different for every step, rank and micro-batch."""
+    generator = torch.Generator().manual_seed(1000 * step + 10 * rank + micro)
+    return torch.randint(0, VOCABULARY, (2, _LENGTH), generator=generator)
+
+
+def train_plain(run: Run, num_ranks: int) -> Outcome:
+    """The reference: one process, the mean loss of all ranks' batches, the same optimizer."""
+    model = _prepared(run)
+    if run.bf16:
+        model.to(torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    losses = []
+    for step in range(run.num_steps):
+        optimizer.zero_grad()
+        parts = [(rank, micro) for rank in range(num_ranks) for micro in range(run.accumulation)]
+        total = 0.0
+        for rank, micro in parts:
+            loss = _loss(model, batch(step, rank, micro)) / len(parts)
+            loss.backward()
+            total += float(loss.detach())
+        if run.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), run.clip)
+        optimizer.step()
+        losses.append(total)
+    return Outcome(losses, {name: p.detach().clone() for name, p in model.named_parameters()})
+
+
+def train_hybrid(run: Run, change: Callable[[Any], None] | None = None) -> Outcome:
+    """Through ``ds_hybrid.initialize`` on the calling ranks. ``change`` may spoil the engine before it trains."""
+    model = _prepared(run)
+    engine, *_ = ds_hybrid.initialize(model=model, model_parameters=model.parameters(), config=run.ds_config())
+    if change is not None:
+        change(engine)
+    return _train(engine, run)
+
+
+def train_stock(run: Run) -> Outcome:
+    """Through ``deepspeed.initialize`` and its own AutoEP."""
+    model = _prepared(run)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=run.ds_config())
+    return _train(engine, run)
+
+
+def _prepared(run: Run) -> nn.Module:
+    model = make_model(run.model_type, **run.model_changes)
+    if run.checkpointing is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": run.checkpointing})  # type: ignore[operator]
+    model.train()
+    return model
+
+
+def _loss(model: Any, ids: Tensor) -> Tensor:
+    loss: Tensor = model(input_ids=ids, labels=ids).loss
+    return loss
+
+
+def _train(engine: Any, run: Run) -> Outcome:
+    losses = []
+    for step in range(run.num_steps):
+        total = torch.zeros(())
+        for micro in range(run.accumulation):
+            loss = _loss(engine, batch(step, dist.get_rank(), micro))
+            engine.backward(loss)
+            engine.step()
+            total += loss.detach().float() / run.accumulation
+        dist.all_reduce(total)
+        losses.append(float(total) / dist.get_world_size())
+    outcome = Outcome(losses, gather_parameters(engine.module, run.ep_size))
+    engine.destroy()
+    return outcome
+
+
+def gather_parameters(model: nn.Module, ep_size: int) -> dict[str, Tensor]:
+    """Every parameter whole, by the plain model's names: experts of all ranks joined in logical order."""
+    from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for name, layer in model.named_modules():
+        if not isinstance(layer, AutoEPMoELayer):
+            continue
+        w1, w2, w3 = (_all_experts(parameters.pop(f"{name}.experts.{w}"), layer.ep_group) for w in ("w1", "w2", "w3"))
+        parameters[f"{name}.experts.gate_up_proj"] = torch.cat([w1, w3], 1)
+        parameters[f"{name}.experts.down_proj"] = w2
+        parameters[f"{name}.gate.weight"] = parameters.pop(f"{name}.router.gate.weight")
+    return parameters
+
+
+def _all_experts(local: Tensor, group: Any) -> Tensor:
+    parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, local.contiguous(), group=group)
+    return torch.cat(parts)
+
+
+def worst_parameter(trained: Outcome, reference: Outcome, initial: dict[str, Tensor]) -> tuple[float, str]:
+    """The largest error of any parameter, relative to the largest change that training made to it."""
+    assert trained.parameters.keys() == reference.parameters.keys()
+    errors = []
+    for name, expected in reference.parameters.items():
+        change = (expected.double() - initial[name].double()).abs().max()
+        error = (trained.parameters[name].double() - expected.double()).abs().max()
+        errors.append((float(error / change.clamp_min(1e-6)), name))
+    return max(errors)
+
+
+def initial_parameters(run: Run) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in _prepared(run).named_parameters()}

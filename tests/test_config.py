@@ -1,0 +1,271 @@
+"""The "ds_hybrid" section: its defaults, a table of wrong sections with the message of each, and load."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+import ds_hybrid
+from ds_hybrid.config import NOT_YET, HybridConfig, broken_partition, find_problems, load
+from ds_hybrid.errors import ConfigError
+from ds_hybrid.problems import value_at
+
+GOOD: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0}
+RELEASE = f"ds_hybrid {ds_hybrid.__version__}"
+
+DESIGN_SECTION = """{
+  "dispatch":  {"mode": "auto", "wire_dtype": "auto", "overlap_chunks": 1, "guard": true},
+  "topology":  {"source": "auto", "expert_groups": "auto"},
+  "rebalance": {"enabled": false, "algorithm": "swap", "interval": 50, "load_half_life": 50, "horizon": 200,
+                "min_gain": 0.05, "dry_run": false},
+  "attention": {"kv_gather": "off"},
+  "observe":   {"directory": null, "interval": 10, "routing_trace": false}
+}"""
+
+
+def test_defaults_are_those_of_the_design() -> None:
+    assert HybridConfig().model_dump(exclude={"plan"}) == json.loads(DESIGN_SECTION)
+    assert load(GOOD) == HybridConfig()
+    assert load({**GOOD, "ds_hybrid": json.loads(DESIGN_SECTION)}) == HybridConfig()
+
+
+def test_section_is_read_and_frozen() -> None:
+    config = load({**GOOD, "ds_hybrid": {"dispatch": {"mode": "two_stage"}, "plan": {"why": ["fits", 3]}}})
+    assert (config.dispatch.mode, config.plan) == ("two_stage", {"why": ["fits", 3]})
+    with pytest.raises(ValidationError):
+        config.dispatch.mode = "auto"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (
+            {"dispatch": {"mode": "allgatther"}},
+            'ds_hybrid.dispatch.mode = "allgatther" (x.json): must be one of auto, alltoall, allgather, two_stage, '
+            'hierarchical, replicated. Did you mean "allgather"?',
+        ),
+        (
+            {"dispatch": {"wire_dtype": "fp8"}},
+            'ds_hybrid.dispatch.wire_dtype = "fp8" (x.json): must be one of auto, bf16, fp8_e4m3.',
+        ),
+        (
+            {"dispatch": {"overlap_chunks": 0}},
+            "ds_hybrid.dispatch.overlap_chunks = 0 (x.json): must be an integer >= 1.",
+        ),
+        (
+            {"dispatch": {"overlap_chunks": True}},
+            "ds_hybrid.dispatch.overlap_chunks = true (x.json): must be an integer >= 1.",
+        ),
+        ({"dispatch": {"guard": "yes"}}, 'ds_hybrid.dispatch.guard = "yes" (x.json): must be true or false.'),
+        ({"dispatch": {"gaurd": True}}, 'ds_hybrid.dispatch.gaurd (x.json): unknown key. Did you mean "guard"?'),
+        ({"dispatch": "two_stage"}, 'ds_hybrid.dispatch = "two_stage" (x.json): must be an object.'),
+        ({"dispach": {}}, 'ds_hybrid.dispach (x.json): unknown key. Did you mean "dispatch"?'),
+        ([], "ds_hybrid = [] (x.json): must be an object."),
+        ({"topology": {"source": 3}}, "ds_hybrid.topology.source = 3 (x.json): must be a string."),
+        (
+            {"topology": {"expert_groups": [[0, "1"]]}},
+            'ds_hybrid.topology.expert_groups = [[0, "1"]] (x.json): must be "auto" or a list of lists of integers.',
+        ),
+        ({"rebalance": {"enabled": 0}}, "ds_hybrid.rebalance.enabled = 0 (x.json): must be true or false."),
+        (
+            {"rebalance": {"algorithm": "Swap"}},
+            'ds_hybrid.rebalance.algorithm = "Swap" (x.json): must be one of swap, lpt_swap, lpt, hierarchical, '
+            'article_round_robin, static. Did you mean "swap"?',
+        ),
+        ({"rebalance": {"interval": 0}}, "ds_hybrid.rebalance.interval = 0 (x.json): must be an integer >= 1."),
+        (
+            {"rebalance": {"load_half_life": 0}},
+            "ds_hybrid.rebalance.load_half_life = 0 (x.json): must be a number > 0.",
+        ),
+        ({"rebalance": {"horizon": 1.5}}, "ds_hybrid.rebalance.horizon = 1.5 (x.json): must be an integer >= 1."),
+        ({"rebalance": {"min_gain": -1}}, "ds_hybrid.rebalance.min_gain = -1 (x.json): must be a number >= 0."),
+        (
+            {"attention": {"kv_gather": "on"}},
+            'ds_hybrid.attention.kv_gather = "on" (x.json): must be one of off, whole, blocks, ring, auto.',
+        ),
+        ({"observe": {"directory": 3}}, "ds_hybrid.observe.directory = 3 (x.json): must be a string or null."),
+        ({"observe": {"interval": "10"}}, 'ds_hybrid.observe.interval = "10" (x.json): must be an integer >= 1.'),
+        ({"plan": "auto"}, 'ds_hybrid.plan = "auto" (x.json): must be an object or null.'),
+        (
+            {"dispatch": {"mode": "replicated"}},
+            f'ds_hybrid.dispatch.mode = "replicated" (x.json): not available in {RELEASE}. '
+            'Set it to "auto", "alltoall", "allgather" or "two_stage".',
+        ),
+        (
+            {"dispatch": {"mode": "hierarchical"}},
+            f'ds_hybrid.dispatch.mode = "hierarchical" (x.json): not available in {RELEASE}. '
+            'Set it to "auto", "alltoall", "allgather" or "two_stage".',
+        ),
+        (
+            {"dispatch": {"wire_dtype": "fp8_e4m3"}},
+            f'ds_hybrid.dispatch.wire_dtype = "fp8_e4m3" (x.json): not available in {RELEASE}. '
+            'Set it to "auto" or "bf16".',
+        ),
+        (
+            {"dispatch": {"overlap_chunks": 2}},
+            f"ds_hybrid.dispatch.overlap_chunks = 2 (x.json): not available in {RELEASE}. Set it to 1.",
+        ),
+        (
+            {"topology": {"source": "a.yaml"}},
+            f'ds_hybrid.topology.source = "a.yaml" (x.json): not available in {RELEASE}. Set it to "auto".',
+        ),
+        (
+            {"topology": {"expert_groups": [[0, 1], [2, 3]]}},
+            f"ds_hybrid.topology.expert_groups = [[0, 1], [2, 3]] (x.json): not available in {RELEASE}. "
+            'Set it to "auto".',
+        ),
+        (
+            {"rebalance": {"enabled": True}},
+            f"ds_hybrid.rebalance.enabled = true (x.json): not available in {RELEASE}. Set it to false.",
+        ),
+        (
+            {"attention": {"kv_gather": "ring"}},
+            f'ds_hybrid.attention.kv_gather = "ring" (x.json): not available in {RELEASE}. Set it to "off".',
+        ),
+        (
+            {"observe": {"directory": "runs"}},
+            f'ds_hybrid.observe.directory = "runs" (x.json): not available in {RELEASE}. Set it to null.',
+        ),
+        (
+            {"observe": {"routing_trace": True}},
+            f"ds_hybrid.observe.routing_trace = true (x.json): not available in {RELEASE}. Set it to false.",
+        ),
+    ],
+)
+def test_wrong_section(section: Any, message: str) -> None:
+    assert find_problems({**GOOD, "ds_hybrid": section}, name="x.json") == [message]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"tensor_parallel": {"autotp_size": 2}},
+            f"tensor_parallel.autotp_size = 2 (x.json): not available in {RELEASE} with expert_parallel. "
+            "Set it to 0 or 1.",
+        ),
+        (
+            {"expert_parallel": {"score_apply": "pre"}},
+            f'expert_parallel.score_apply = "pre" (x.json): not available in {RELEASE} with expert_parallel. '
+            'Set it to "auto" or "post".',
+        ),
+        (
+            {"expert_parallel": {"combine_impl": "legacy_bmm"}},
+            'expert_parallel.combine_impl = "legacy_bmm" (x.json): has no effect with ds_hybrid\'s dispatchers. '
+            "Remove it.",
+        ),
+        (
+            {"expert_parallel": {"row_weighting_impl": "fused"}},
+            'expert_parallel.row_weighting_impl = "fused" (x.json): has no effect with ds_hybrid\'s dispatchers. '
+            "Remove it.",
+        ),
+        (
+            {"expert_parallel": {"comm_backend": "deepep"}},
+            'expert_parallel.comm_backend = "deepep" (x.json): has no effect with ds_hybrid\'s dispatchers. Remove it.',
+        ),
+        (
+            {"expert_parallel": {"async_split_plan": True}},
+            "expert_parallel.async_split_plan = true (x.json): has no effect with ds_hybrid's dispatchers. Remove it.",
+        ),
+        (
+            {"expert_parallel": {"validate_folding_routing": True}},
+            "expert_parallel.validate_folding_routing = true (x.json): has no effect with ds_hybrid's dispatchers. "
+            "Remove it.",
+        ),
+    ],
+)
+def test_refused_only_with_expert_parallel(change: dict[str, Any], message: str) -> None:
+    document = {**GOOD, **change}
+    assert find_problems(document, name="x.json") == []
+    document["expert_parallel"] = {"enabled": True, **change.get("expert_parallel", {})}
+    assert find_problems(document, name="x.json") == [message]
+
+
+def test_what_is_refused_differs_from_the_default() -> None:
+    defaults = {"ds_hybrid": HybridConfig().model_dump()}
+    assert [path for path, works in NOT_YET.items() if value_at(defaults, path) not in works] == []
+
+
+@pytest.mark.parametrize(
+    ("groups", "world_size", "group_size", "broken"),
+    [
+        ([[0, 1, 4, 5], [2, 3, 6, 7]], 8, 4, []),
+        ([[1, 0], [3, 2]], None, None, []),
+        ([], 8, 2, ["must hold at least one group, and no empty one."]),
+        ([[0], []], 8, 2, ["must hold at least one group, and no empty one."]),
+        ([[0, 1, 2], [3]], 4, 2, ["groups must have one size, not 1, 3."]),
+        ([[0, 1], [2, 3]], 4, 4, ["groups must hold expert_parallel.autoep_size 4 ranks, not 2."]),
+        ([[0, 1], [2, 3]], 8, 2, ["must hold each rank from 0 to 7 once: missing 4, 5, 6, 7."]),
+        (
+            [[0, 1], [1, 9]],
+            None,
+            None,
+            ["must hold each rank from 0 to 3 once: missing 2, 3; given twice 1; outside 9."],
+        ),
+        (
+            [[0, 1], [2]],
+            4,
+            2,
+            ["groups must have one size, not 1, 2.", "must hold each rank from 0 to 3 once: missing 3."],
+        ),
+    ],
+)
+def test_broken_partition(
+    groups: list[list[int]], world_size: int | None, group_size: int | None, broken: list[str]
+) -> None:
+    assert broken_partition(groups, world_size=world_size, group_size=group_size) == broken
+
+
+def test_expert_groups_are_checked_against_the_sizes_of_the_file() -> None:
+    document = {
+        **GOOD,
+        "expert_parallel": {"enabled": True, "autoep_size": 4},
+        "ds_hybrid": {"topology": {"expert_groups": [[0, 1], [2, 3]]}},
+    }
+    assert find_problems(document, name="x.json", world_size=8)[1:] == [
+        "ds_hybrid.topology.expert_groups = [[0, 1], [2, 3]] (x.json): groups must hold expert_parallel.autoep_size 4 "
+        "ranks, not 2.",
+        "ds_hybrid.topology.expert_groups = [[0, 1], [2, 3]] (x.json): must hold each rank from 0 to 7 once: "
+        "missing 4, 5, 6, 7.",
+    ]
+
+
+def test_all_problems_of_a_file_come_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    document = {
+        "train_batch_size": 30,
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 1,
+        "zero_optimisation": {"stage": 1},
+        "zero_optimization": {"stage": "1"},
+        "expert_parallel": {"enabled": True, "autoep_size": 3, "comm_backend": "deepep"},
+        "ds_hybrid": {"dispatch": {"mode": "allgatther", "guard": 1}, "rebalance": {"enabled": True}},
+    }
+    Path("x.json").write_text(json.dumps(document))
+    with pytest.raises(ConfigError) as caught:
+        load("x.json", world_size=8)
+    assert caught.value.problems == (
+        'zero_optimisation (x.json): unknown key. Did you mean "zero_optimization"?',
+        'zero_optimization.stage = "1" (x.json): must be an integer from 0 to 3.',
+        "train_batch_size = 30 (x.json): must equal train_micro_batch_size_per_gpu 4 x gradient_accumulation_steps 1 "
+        "x data-parallel size 8 = 32. Set it to 32.",
+        "gradient_clipping (x.json): missing, and DeepSpeed 0.19.8 then clips at 1.0. Set it (0.0 turns clipping off).",
+        "expert_parallel.autoep_size = 3 (x.json): must divide world_size 8. Values that work: 1, 2, 4, 8.",
+        'ds_hybrid.dispatch.mode = "allgatther" (x.json): must be one of auto, alltoall, allgather, two_stage, '
+        'hierarchical, replicated. Did you mean "allgather"?',
+        "ds_hybrid.dispatch.guard = 1 (x.json): must be true or false.",
+        f"ds_hybrid.rebalance.enabled = true (x.json): not available in {RELEASE}. Set it to false.",
+        'expert_parallel.comm_backend = "deepep" (x.json): has no effect with ds_hybrid\'s dispatchers. Remove it.',
+    )
+
+
+@pytest.mark.parametrize("argument", ["world_size", "num_experts"])
+def test_sizes_of_the_run_must_be_positive(argument: str) -> None:
+    sizes: dict[str, Any] = {argument: 0}
+    with pytest.raises(ConfigError) as caught:
+        load(GOOD, **sizes)
+    assert caught.value.problems == (f"{argument} = 0 (ds_config): must be an integer >= 1.",)

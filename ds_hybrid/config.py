@@ -100,7 +100,7 @@ _Values = Mapping[str, tuple[Any, ...]]
 NOT_YET: Final[_Values] = MappingProxyType(
     {
         "ds_hybrid.dispatch.mode": ("auto", "alltoall", "allgather", "two_stage"),
-        "ds_hybrid.dispatch.wire_dtype": ("auto", "bf16"),
+        "ds_hybrid.dispatch.wire_dtype": ("auto",),
         "ds_hybrid.dispatch.overlap_chunks": (1,),
         "ds_hybrid.topology.source": ("auto",),
         "ds_hybrid.topology.expert_groups": ("auto",),

@@ -24,6 +24,7 @@ BALANCE = 0.01
 
 
 def tiny_qwen3_moe() -> PretrainedConfig:
+    """2 layers, 8 experts."""
     return Qwen3MoeConfig(
         vocab_size=NUM_BYTES,
         hidden_size=256,
@@ -42,6 +43,7 @@ def tiny_qwen3_moe() -> PretrainedConfig:
 
 
 def tiny_mixtral() -> PretrainedConfig:
+    """2 layers, 8 experts."""
     return MixtralConfig(
         vocab_size=NUM_BYTES,
         hidden_size=256,
@@ -58,6 +60,7 @@ def tiny_mixtral() -> PretrainedConfig:
 
 
 def tiny_deepseek_v3() -> PretrainedConfig:
+    """1 dense and 2 MoE layers, 16 experts in 4 groups and a shared one."""
     return DeepseekV3Config(
         vocab_size=NUM_BYTES,
         hidden_size=256,
@@ -99,8 +102,8 @@ def model_config(model: str, seq_len: int) -> PretrainedConfig:
         ("vocab_size", "bytes take", NUM_BYTES),
         ("max_position_embeddings", "--seq-len takes", seq_len),
     ):
-        value = getattr(config, size)
-        if value < least:
+        value = getattr(config.get_text_config(), size, None)
+        if value is not None and value < least:
             raise ConfigError(f"--model {model}: {size} = {value}, but {rule} {least}. Set {size} to {least} or more.")
     return config
 

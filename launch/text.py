@@ -16,7 +16,7 @@ from ds_hybrid.errors import ConfigError
 
 MAX_BYTES = 32 * 2**20
 BLOCK_BYTES = 16 * 2**10
-HELD_OUT_EVERY = 20
+HELD_OUT_EVERY = 10
 # Not the standard library itself: what was installed beside it, and its tests.
 NOT_LIBRARY = {"site-packages", "dist-packages", "test"}
 
@@ -70,18 +70,19 @@ class Shard:
 def read_corpus(path: Path | None) -> Corpus:
     """Reads a file, or every file in a folder (in sorted order; hidden ones apart), up to 32 MiB in all.
 
-    ``None`` stands for the Python standard library's own sources. One block of 16 KiB in 20 is held out, so that both
-    parts are drawn from everywhere in the text. Raises ``ConfigError`` when nothing is there, or less than 20 blocks.
+    ``None`` stands for the Python standard library's own sources. One block of 16 KiB in 10 is held out (smaller blocks
+    of a short text), so that both parts are drawn from everywhere in it. Raises ``ConfigError`` when nothing is there.
     """
     name = "of Python's own sources" if path is None else str(path)
     text = _read(_standard_library() if path is None else _files(path))
-    num_blocks = len(text) // BLOCK_BYTES
-    if num_blocks < HELD_OUT_EVERY:
+    block_bytes = min(BLOCK_BYTES, len(text) // HELD_OUT_EVERY)
+    if block_bytes == 0:
         raise ConfigError(
-            f"--text {name}: {len(text)} bytes, but it takes {HELD_OUT_EVERY * BLOCK_BYTES} to hold some out. "
+            f"--text {name}: {len(text)} bytes, but it takes {HELD_OUT_EVERY} to hold some out. "
             "Give a longer file, or a folder with more files."
         )
-    blocks = text[: num_blocks * BLOCK_BYTES].reshape(num_blocks, BLOCK_BYTES)
+    num_blocks = len(text) // block_bytes
+    blocks = text[: num_blocks * block_bytes].reshape(num_blocks, block_bytes)
     is_held_out = np.arange(num_blocks) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
     return Corpus(train=blocks[~is_held_out].reshape(-1), held_out=blocks[is_held_out].reshape(-1))
 

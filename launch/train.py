@@ -17,13 +17,14 @@ import warnings
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import deepspeed
 import deepspeed.comm as dist
 import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.utils import set_log_level_from_string
 from models import TINY_MODELS, build_model, model_config
 from numpy.typing import NDArray
@@ -52,7 +53,7 @@ class Options:
     seed: int
     save: Path | None
     resume: Path | None
-    log: Path | None
+    log_file: Path | None
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Step:
     lr: float
 
     def record(self) -> dict[str, float]:
-        """Its line in ``--log``."""
+        """Its line in ``--log-file``."""
         return {
             "step": self.step,
             "loss": self.loss,
@@ -101,13 +102,13 @@ def parse_options(arguments: list[str] | None = None) -> Options:
     )
     parser.add_argument("--text", type=Path, help="file or folder to train on (Python's own sources)")
     parser.add_argument("--seq-len", type=_positive, default=256, help="bytes in a sequence (%(default)s)")
-    parser.add_argument("--steps", type=_positive, default=300, help="optimizer steps in all (%(default)s)")
+    parser.add_argument("--steps", type=_positive, default=200, help="optimizer steps in all (%(default)s)")
     parser.add_argument("--eval-interval", type=_positive, default=100, help="steps between evaluations (%(default)s)")
     parser.add_argument("--eval-batches", type=_positive, default=8, help="held-out batches of a rank (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the order of the text (%(default)s)")
     parser.add_argument("--save", type=Path, metavar="DIR", help="write a checkpoint there at the end")
     parser.add_argument("--resume", type=Path, metavar="DIR", help="go on from the latest checkpoint there")
-    parser.add_argument("--log", type=Path, metavar="FILE", help="append one JSON line a step")
+    parser.add_argument("--log-file", type=Path, metavar="FILE", help="append one JSON line a step")
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     options = vars(parser.parse_args(arguments))
     # The deepspeed launcher passes it; the environment tells the same under every launcher.
@@ -119,17 +120,20 @@ def main() -> int:
     """Returns the exit code: 2, after one message, for what a user can put right."""
     options = parse_options()
     silence_libraries()
-    deepspeed.init_distributed(get_accelerator().communication_backend_name())
+    # Under mpirun DeepSpeed would ignore MASTER_PORT, and two runs on one machine would meet.
+    port = int(os.environ.get("MASTER_PORT", TORCH_DISTRIBUTED_DEFAULT_PORT))
+    deepspeed.init_distributed(get_accelerator().communication_backend_name(), distributed_port=port)
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     try:
         run(options)
     except HybridError as error:
         if dist.get_rank() == 0:
             print(f"launch/train.py: {error}", file=sys.stderr, flush=True)
-        return 2
-    finally:
-        dist.destroy_process_group()
-    return 0
+        code = 2
+    else:
+        code = 0
+    dist.destroy_process_group()
+    return code
 
 
 def silence_libraries() -> None:
@@ -139,6 +143,7 @@ def silence_libraries() -> None:
 
 
 def run(options: Options) -> None:
+    """Trains, evaluates, reports and saves. Raises ``HybridError`` for what a user can put right."""
     corpus, config = read_inputs(options)
     model = build_model(config, options.seed)
     engine, *_ = ds_hybrid.initialize(model=model, model_parameters=model.parameters(), config=options.deepspeed_config)
@@ -146,10 +151,10 @@ def run(options: Options) -> None:
     data = share_out(engine, corpus, options)
 
     is_rank_0 = dist.get_rank() == 0
-    losses = [evaluate(engine, data).loss]
+    first_loss = evaluate(engine, data).loss
     num_tokens, seconds = 0, 0.0
     with (
-        open(options.log if options.log and is_rank_0 else os.devnull, "a", buffering=1) as log,
+        open_log(options.log_file if is_rank_0 else None) as log,
         progress_bar(first_step, options.steps, is_shown=is_rank_0) as bar,
     ):
         for step in range(first_step, options.steps):
@@ -161,11 +166,10 @@ def run(options: Options) -> None:
             bar.update()
             if done.step % options.eval_interval == 0 or done.step == options.steps:
                 evaluation = evaluate(engine, data)
-                losses.append(evaluation.loss)
                 if is_rank_0:
                     bar.write(f"step {done.step}: held-out loss {evaluation.loss:.4f}", file=sys.stdout)
     if is_rank_0:
-        print(summary(losses[0], evaluation, num_tokens / seconds))
+        print(summary(first_loss, evaluation, num_tokens / seconds))
     if options.save is not None:
         engine.save_checkpoint(str(options.save))
 
@@ -205,6 +209,7 @@ def load_checkpoint(engine: Any, options: Options) -> int:
 
 
 def share_out(engine: Any, corpus: Corpus, options: Options) -> Data:
+    """This rank's part of the text: ranks that hold parts of one model replica read the same."""
     shard = Shard(
         rank=dist.get_rank(group=engine.data_parallel_group),
         world=engine.dp_world_size,
@@ -261,16 +266,26 @@ def forward(engine: Any, batch: NDArray[np.int64]) -> tuple[Tensor, Tensor | flo
     balance_loss = getattr(outputs, "aux_loss", None)
     if balance_loss is None:
         return losses, 0.0
-    return losses, engine.module.config.router_aux_loss_coef * balance_loss
+    return losses, engine.module.config.get_text_config().router_aux_loss_coef * balance_loss
+
+
+def open_log(path: Path | None) -> TextIO:
+    """For appending whole lines as they come; ``None`` swallows them."""
+    if path is None:
+        return open(os.devnull, "a")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.open("a", buffering=1)
 
 
 def progress_bar(first_step: int, num_steps: int, *, is_shown: bool) -> Any:
+    """A tqdm bar over the optimizer steps, on standard error."""
     # In a file each refresh is text to read past.
     seconds_between = 0.5 if sys.stderr.isatty() else 10
     return tqdm(initial=first_step, total=num_steps, unit="step", disable=not is_shown, mininterval=seconds_between)
 
 
 def summary(first_loss: float, last: Evaluation, tokens_per_second: float) -> str:
+    """Four lines: held-out loss, speed, wire bytes and expert load."""
     bits = [loss / math.log(2) for loss in (first_loss, last.loss)]
     return "\n".join(
         [

@@ -5,6 +5,7 @@ The processes fork from a server that has imported torch and DeepSpeed once, whi
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import multiprocessing
 import os
@@ -19,7 +20,7 @@ _START_LIMIT = 120.0
 _GRACE = 10.0
 
 
-class RankFailure(AssertionError):
+class RankFailureError(AssertionError):
     """Some rank raised; the message holds every rank's traceback."""
 
 
@@ -43,7 +44,7 @@ class RankPool:
         answers = self._collect(limit + _GRACE)
         failures = [f"rank {rank}: {text}" for rank, (ok, text) in enumerate(answers) if not ok]
         if failures:
-            raise RankFailure("\n".join(failures))
+            raise RankFailureError("\n".join(failures))
         return [value for _, value in answers]
 
     def close(self) -> None:
@@ -74,10 +75,8 @@ class RankPool:
         answers: list[tuple[bool, Any] | None] = [None] * self.world_size
         stuck = False
         for rank, pipe in enumerate(self._pipes):
-            try:
+            with contextlib.suppress(EOFError):
                 answers[rank] = pipe.recv() if pipe.poll(max(0.0, deadline - time.monotonic())) else None
-            except EOFError:
-                pass
             if answers[rank] is None:
                 stuck = True
                 deadline = min(deadline, time.monotonic() + _GRACE)

@@ -37,7 +37,7 @@ def test_section_is_read_and_frozen() -> None:
     config = load({**GOOD, "ds_hybrid": {"dispatch": {"mode": "two_stage"}, "plan": {"why": ["fits", 3]}}})
     assert (config.dispatch.mode, config.plan) == ("two_stage", {"why": ["fits", 3]})
     with pytest.raises(ValidationError):
-        config.dispatch.mode = "auto"  # type: ignore[misc]
+        config.dispatch.mode = "auto"
 
 
 @pytest.mark.parametrize(

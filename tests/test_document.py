@@ -85,7 +85,8 @@ GOOD: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping"
         ),
         (
             {"train_batch_size": 30},
-            "train_batch_size = 30 (x.json): must be a multiple of train_micro_batch_size_per_gpu 4. Set it to 28 or 32.",
+            "train_batch_size = 30 (x.json): must be a multiple of train_micro_batch_size_per_gpu 4. "
+            "Set it to 28 or 32.",
         ),
     ],
 )
@@ -98,8 +99,8 @@ def test_wrong_document(change: dict[str, Any], message: str) -> None:
     [
         (
             {"train_batch_size": 30, "gradient_accumulation_steps": 1},
-            "train_batch_size = 30 (x.json): must equal train_micro_batch_size_per_gpu 4 x gradient_accumulation_steps 1 "
-            "x data-parallel size 8 = 32. Set it to 32.",
+            "train_batch_size = 30 (x.json): must equal train_micro_batch_size_per_gpu 4 "
+            "x gradient_accumulation_steps 1 x data-parallel size 8 = 32. Set it to 32.",
         ),
         (
             {"train_batch_size": 72},
@@ -117,13 +118,13 @@ def test_wrong_document(change: dict[str, Any], message: str) -> None:
         ),
         (
             {"train_batch_size": 32, "gradient_accumulation_steps": 1, "sequence_parallel_size": 2},
-            "train_batch_size = 32 (x.json): must equal train_micro_batch_size_per_gpu 4 x gradient_accumulation_steps 1 "
-            "x data-parallel size 4 = 16. Set it to 16.",
+            "train_batch_size = 32 (x.json): must equal train_micro_batch_size_per_gpu 4 "
+            "x gradient_accumulation_steps 1 x data-parallel size 4 = 16. Set it to 16.",
         ),
         (
             {"sequence_parallel_size": 3, "tensor_parallel": {"autotp_size": 2}},
-            "world_size = 8 (x.json): must be a multiple of tensor_parallel.autotp_size 2 x sequence_parallel_size 3 = 6. "
-            "Set it to 6 or 12.",
+            "world_size = 8 (x.json): must be a multiple of tensor_parallel.autotp_size 2 x "
+            "sequence_parallel_size 3 = 6. Set it to 6 or 12.",
         ),
         (
             {"expert_parallel": {"enabled": True, "autoep_size": 3}},

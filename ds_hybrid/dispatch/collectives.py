@@ -94,17 +94,17 @@ def all_to_all_rows(
     rows: Tensor, group: RankGroup, send_counts: Sequence[int], receive_counts: Sequence[int]
 ) -> Tensor:
     """:meth:`RankGroup.all_to_all` with a gradient: rows of gradient travel back the way the rows came."""
-    return _AllToAll.apply(rows, group, send_counts, receive_counts)  # type: ignore[no-any-return]
+    return _AllToAll.apply(rows, group, send_counts, receive_counts)
 
 
 def all_gather_rows(rows: Tensor, group: RankGroup) -> Tensor:
     """:meth:`RankGroup.all_gather` with a gradient: the ranks' gradients of a row are summed at its source."""
-    return _AllGather.apply(rows, group)  # type: ignore[no-any-return]
+    return _AllGather.apply(rows, group)
 
 
 def reduce_scatter_rows(rows: Tensor, group: RankGroup) -> Tensor:
     """:meth:`RankGroup.reduce_scatter` with a gradient: every rank receives the gradient of every sum."""
-    return _ReduceScatter.apply(rows, group)  # type: ignore[no-any-return]
+    return _ReduceScatter.apply(rows, group)
 
 
 class _AllToAll(torch.autograd.Function):

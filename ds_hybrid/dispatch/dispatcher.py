@@ -72,7 +72,7 @@ class Dispatcher(ABC):
             check_agreement(facts_of_rank, layer=self.layer)
 
     def rows_needed(self, rank_of_choice: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, K] ranks -> which ranks need which token [T, P] bool, and how many rows must leave this rank, [] int64."""
+        """[T, K] ranks -> which ranks need which token [T, P] bool, and how many rows must leave here, [] int64."""
         needed = ranks_needed(rank_of_choice, self.group.size)
         return needed, needed.sum() - needed[:, self.group.rank].sum()
 

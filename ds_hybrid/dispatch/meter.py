@@ -68,7 +68,7 @@ def crossing(rows: Tensor, num_rows_needed: Tensor, meter: Meter) -> Tensor:
         rows: [T, H], what crosses.
         num_rows_needed: [] int64 on the device of ``rows``, how many rows had to cross.
     """
-    return _Crossing.apply(rows, num_rows_needed, meter)  # type: ignore[no-any-return]
+    return _Crossing.apply(rows, num_rows_needed, meter)
 
 
 class _Crossing(torch.autograd.Function):

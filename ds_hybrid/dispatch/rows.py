@@ -51,7 +51,7 @@ def group_by_slot(slot_of_cell: Tensor, num_slots: int, num_rows: int) -> tuple[
 
 def expand(tokens: Tensor, rows: RowMap) -> Tensor:
     """Copy tokens to rows. [T, H] -> [R, H]; backward adds the rows of a token (in float32, rounded once)."""
-    return _Expand.apply(tokens, rows.cell_of_row, rows.row_of_cell)  # type: ignore[no-any-return]
+    return _Expand.apply(tokens, rows.cell_of_row, rows.row_of_cell)
 
 
 def weighted_sum(values: Tensor, rows: RowMap, weights: Tensor | None = None) -> Tensor:
@@ -65,7 +65,7 @@ def weighted_sum(values: Tensor, rows: RowMap, weights: Tensor | None = None) ->
         [T, H] in the dtype of ``values``; the sum runs over m = 0, 1, ... in float32 (float64 for float64) and is
         rounded once. A token without rows is 0.
     """
-    return _WeightedSum.apply(values, weights, rows.cell_of_row, rows.row_of_cell)  # type: ignore[no-any-return]
+    return _WeightedSum.apply(values, weights, rows.cell_of_row, rows.row_of_cell)
 
 
 class _Expand(torch.autograd.Function):
@@ -82,9 +82,7 @@ class _Expand(torch.autograd.Function):
 
 class _WeightedSum(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, values: Tensor, weights: Tensor | None, cell_of_row: Tensor, row_of_cell: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, values: Tensor, weights: Tensor | None, cell_of_row: Tensor, row_of_cell: Tensor) -> Tensor:
         ctx.num_copies = row_of_cell.shape[1]
         ctx.save_for_backward(cell_of_row, *(() if weights is None else (values, weights)))
         return _sum_rows(values, row_of_cell, weights)

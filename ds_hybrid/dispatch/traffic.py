@@ -119,9 +119,7 @@ def _rows_between(
     rank_of_choice: Sequence[npt.NDArray[np.int64]], num_ranks: int, *, once_per_rank: bool
 ) -> npt.NDArray[np.int64]:
     """[P, P]: rows from rank i to rank j, none to itself."""
-    chosen = [
-        np.stack([(ranks == target).sum(1) for target in range(num_ranks)], axis=1) for ranks in rank_of_choice
-    ]
+    chosen = [np.stack([(ranks == target).sum(1) for target in range(num_ranks)], axis=1) for ranks in rank_of_choice]
     rows = np.stack([(counts > 0 if once_per_rank else counts).sum(0) for counts in chosen])
     np.fill_diagonal(rows, 0)
     return rows.astype(np.int64)

@@ -14,12 +14,12 @@ def pack(rows: Tensor, weights: Tensor) -> Tensor:
     The dtype is that of the rows; float32 weights ride with 16-bit rows unrounded. Not to be added up: see
     :func:`unpack`.
     """
-    return _Pack.apply(rows, weights)  # type: ignore[no-any-return]
+    return _Pack.apply(rows, weights)
 
 
 def unpack(packed: Tensor, top_k: int, weight_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The inverse of :func:`pack`: [R, C] -> rows [R, H] and weights [R, top_k]."""
-    return _Unpack.apply(packed, top_k, weight_dtype)  # type: ignore[no-any-return]
+    return _Unpack.apply(packed, top_k, weight_dtype)
 
 
 def weight_dtype_on_wire(rows: torch.dtype, weights: torch.dtype) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""The one changed line: ``ds_hybrid.initialize`` builds a :class:`MoEEngine` as ``deepspeed.initialize`` builds its own.
+"""The one changed line: ``ds_hybrid.initialize`` builds a :class:`MoEEngine` as ``deepspeed.initialize`` its engine.
 
 DeepSpeed offers no way to choose the engine's class, and its own ``initialize`` converts MoE layers inside the engine's
 constructor. So :func:`initialize` repeats DeepSpeed's short preamble and constructs the subclass; a test pins the
@@ -24,13 +24,14 @@ from deepspeed.runtime.tensor_parallel.init_utils import merge_tp_model_init_int
 from torch import nn
 
 from ds_hybrid.config import HybridConfig, load, read_document
+from ds_hybrid.engine.clipping import clip_gradients
 from ds_hybrid.engine.router_logits import record_router_logits, router_recorders_hidden
 from ds_hybrid.errors import ConfigError
 from ds_hybrid.moe.autoep import HybridAutoEPLayer
 from ds_hybrid.observe.stats import LayerStats, MoEStats
 
 
-class MoEEngine(DeepSpeedEngine):  # type: ignore[misc]
+class MoEEngine(DeepSpeedEngine):
     """DeepSpeed's engine whose converted MoE layers dispatch through ds_hybrid.
 
     Args:
@@ -50,6 +51,10 @@ class MoEEngine(DeepSpeedEngine):  # type: ignore[misc]
                 HybridAutoEPLayer.adopt(layer, name=name, dispatch=self.hybrid_config.dispatch)
         record_router_logits(model)
         return sources
+
+    def clip_fp32_gradients(self) -> None:
+        """Clip by the norm of the whole model, experts of all ranks included."""
+        self._global_grad_norm = float(clip_gradients(self.module.parameters(), self.gradient_clipping()))
 
     def moe_layers_by_name(self) -> dict[str, HybridAutoEPLayer]:
         """The converted MoE layers in model order."""
@@ -86,7 +91,7 @@ def initialize(
     if model is None:
         raise ConfigError("ds_hybrid.initialize(model=None): a torch.nn.Module is required.")
     if isinstance(model, PipelineModule):
-        raise ConfigError("ds_hybrid.initialize(model=PipelineModule): pipelines are not supported. Use a plain module.")
+        raise ConfigError("ds_hybrid.initialize(model=PipelineModule): not supported. Use a plain module.")
 
     deepspeed.zero.partition_parameters.shutdown_init_context()
     try:
@@ -131,7 +136,7 @@ def _config_source(args: Any, config: str | Path | Mapping[str, Any] | None) -> 
     from_args = getattr(args, "deepspeed_config", None)
     if from_args is not None and config is not None:
         raise ConfigError(
-            f"ds_hybrid.initialize: a ds_config comes from both args.deepspeed_config = {from_args} and config. Pass one."
+            f"ds_hybrid.initialize: args.deepspeed_config = {from_args} and config are both given. Pass one of them."
         )
     source = from_args if config is None else config
     if source is None:

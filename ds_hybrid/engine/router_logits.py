@@ -8,11 +8,13 @@ each converted layer gets one hook of its own.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from deepspeed.utils import logger as deepspeed_logger
+from torch import Tensor, nn
 
 from ds_hybrid.moe.autoep import HybridAutoEPLayer
 
@@ -21,36 +23,46 @@ _KEY = "router_logits"
 
 @contextmanager
 def router_recorders_hidden(model: nn.Module) -> Iterator[None]:
-    """While open, no part of ``model`` declares that it can record router logits (AutoEP then leaves hooks alone)."""
+    """While open, no part of ``model`` declares that it can record router logits, so AutoEP leaves its hooks alone.
+
+    AutoEP's warning that it found nothing to record is kept from the log: it is what is asked for here.
+    """
     recording = [module for module in model.modules() if _KEY in _recordable(module)]
     for module in recording:
         visible = {key: value for key, value in _recordable(module).items() if key != _KEY}
         module._can_record_outputs = visible  # type: ignore[assignment]
+    deepspeed_logger.addFilter(_is_not_about_recorders)
     try:
         yield
     finally:
+        deepspeed_logger.removeFilter(_is_not_about_recorders)
         for module in recording:
             del module._can_record_outputs
 
 
 def record_router_logits(model: nn.Module) -> None:
-    """Let every converted layer hand its router logits to transformers' collector, where the model records any."""
+    """Let every converted layer hand its router logits to transformers' collector, where the model records any.
+
+    What is recorded is the router's linear output, before softmax or sigmoid, as transformers' own routers give it.
+    (AutoEP gives scores for Qwen3.5, over which the model's auxiliary loss would take a second softmax.)
+    """
     if not any(_KEY in _recordable(module) for module in model.modules()):
         return
     for layer in model.modules():
-        if not isinstance(layer, HybridAutoEPLayer):
-            continue
-        if layer.return_router_logits:
-            layer.register_forward_hook(lambda _module, _args, output: _collect(output[1]))
-        elif layer.router_logits_capture_target == "router":
-            layer.router.gate.register_forward_hook(lambda _module, _args, output: _collect(output))
+        if isinstance(layer, HybridAutoEPLayer) and layer.router_logits_capture_target != "moe_block":
+            layer.return_router_logits = False
+            layer.router.gate.register_forward_hook(lambda _gate, _args, logits: _collect(logits))
 
 
-def _collect(logits: Any) -> None:
+def _is_not_about_recorders(record: logging.LogRecord) -> bool:
+    return "output-capture registry entry" not in record.getMessage()
+
+
+def _collect(logits: Tensor) -> None:
     from transformers.utils import output_capturing
 
     collected = output_capturing._active_collector.get()
-    if collected is not None and _KEY in collected and logits is not None:
+    if collected is not None and _KEY in collected:
         collected[_KEY].append(logits)
 
 

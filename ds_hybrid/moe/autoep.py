@@ -23,7 +23,7 @@ from ds_hybrid.moe.experts import run_experts
 from ds_hybrid.placement import ExpertPlacement
 
 
-class HybridAutoEPLayer(AutoEPMoELayer):  # type: ignore[misc]
+class HybridAutoEPLayer(AutoEPMoELayer):
     """A Hugging Face MoE block whose tokens travel through a ds_hybrid dispatcher.
 
     Attributes:
@@ -75,7 +75,7 @@ class HybridAutoEPLayer(AutoEPMoELayer):  # type: ignore[misc]
         rows, num_rows_per_slot, state = self.dispatcher.dispatch(tokens, routing, self.placement)
         expert_rows = run_experts(self.experts, rows, num_rows_per_slot)
         output = self.dispatcher.combine(expert_rows, state).view(hidden_states.shape)
-        return self._finalize_output(output, tokens, hidden_states, hidden_size)  # type: ignore[no-any-return]
+        return self._finalize_output(output, tokens, hidden_states, hidden_size)
 
     def _wire_shape(self) -> WireShape:
         return WireShape(

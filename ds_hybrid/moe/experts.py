@@ -19,7 +19,7 @@ def run_experts(experts: GroupedExperts, rows: Tensor, num_rows_per_slot: Tensor
         [R, H] in the dtype of ``rows``.
     """
     if rows.device.type == "cpu":
-        return experts(rows, num_rows_per_slot)  # type: ignore[no-any-return]
+        return experts(rows, num_rows_per_slot)
     # On CUDA the backward of the grouped product reads along the rows and needs groups of whole 16 bytes.
     padded, positions, padded_counts, num_rows = permute_by_local_expert(rows, num_rows_per_slot.int())
-    return unpermute_by_local_expert(experts(padded, padded_counts), positions, num_rows)  # type: ignore[no-any-return]
+    return unpermute_by_local_expert(experts(padded, padded_counts), positions, num_rows)

@@ -56,7 +56,7 @@ def test_counted_bytes_equal_the_formulas(four_ranks: RankPool, mode: Mode, name
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_stage_rows_equal_the_lower_bound(four_ranks: RankPool, name: str) -> None:
-    """Payload less the riding weights is the bound exactly, and the routing costs at most K x 8 bytes per token and peer."""
+    """Payload less the riding weights is the bound exactly; routing costs at most K x 8 bytes per token and peer."""
     case = CASES[name]
     counted = four_ranks.run(count, "two_stage", case, torch.float32, True)[: case.num_ranks]
     row, riding = case.hidden_size * 4, case.top_k * 4
@@ -110,7 +110,12 @@ def counted_collectives() -> Iterator[dict[str, int]]:
         sent["payload" if tensor.is_floating_point() else "metadata"] += num_bytes
 
     def all_to_all(
-        output: Any, input: Any, output_split_sizes: Any = None, input_split_sizes: Any = None, group: Any = None, **_: Any
+        output: Any,
+        input: Any,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        group: Any = None,
+        **_: Any,
     ) -> None:
         size, me = dist.get_world_size(group), dist.get_rank(group)
         elements = input.numel() // size * (size - 1)

@@ -1,0 +1,31 @@
+"""The automatic mode is the one with the fewest predicted bytes."""
+
+from __future__ import annotations
+
+import pytest
+
+from ds_hybrid.dispatch.choose import choose_mode
+from ds_hybrid.dispatch.modes import Mode
+from ds_hybrid.dispatch.traffic import WireShape, expected_bytes
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_experts", "top_k", "expected"),
+    [
+        (1, 8, 2, "alltoall"),  # nothing leaves the rank: the simplest
+        (4, 64, 1, "alltoall"),  # one choice: nothing to share, and no ids to gather
+        (4, 64, 8, "two_stage"),
+        (16, 64, 4, "two_stage"),
+        (2, 4, 4, "allgather"),  # every rank needs every token: the simplest that sends it once
+    ],
+)
+def test_choice(num_ranks: int, num_experts: int, top_k: int, expected: Mode) -> None:
+    shape = WireShape(num_ranks=num_ranks, num_experts=num_experts, top_k=top_k, hidden_size=1024, value_bytes=2)
+    assert choose_mode(shape) == expected
+
+
+def test_two_stage_metadata_is_small_where_rows_are_wide() -> None:
+    """bf16, hidden size 256, K = 8, P = 4: within 1.05 of the rows that have to cross."""
+    shape = WireShape(num_ranks=4, num_experts=64, top_k=8, hidden_size=256, value_bytes=2)
+    rows_alone = 2 * 2.7366 * shape.row_bytes
+    assert expected_bytes("two_stage", shape) / rows_alone == pytest.approx(1.0418, abs=1e-3)

@@ -1,0 +1,76 @@
+"""What ds_hybrid relies on inside DeepSpeed and transformers. A version that moves any of it fails here.
+
+When this test fails, read the new source at the named place, adapt the file that uses it, then renew the entry.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from importlib import import_module
+from typing import Any
+
+import deepspeed
+import pytest
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+SOURCES = {
+    # engine.initialize repeats the first; MoEEngine and HybridAutoEPLayer override the others.
+    "deepspeed.initialize": (deepspeed.initialize, "82505af39fb2e68e"),
+    "DeepSpeedEngine._configure_expert_parallel": (DeepSpeedEngine._configure_expert_parallel, "49b464c0fc65f49e"),
+    "DeepSpeedEngine.clip_fp32_gradients": (DeepSpeedEngine.clip_fp32_gradients, "c3ad53cbce68a72f"),
+    "AutoEPMoELayer._forward": (AutoEPMoELayer._forward, "701de38e30c779bc"),
+    "AutoEPMoELayer._finalize_output": (AutoEPMoELayer._finalize_output, "2f1e012aa0c3be4a"),
+    "AutoEPMoELayer.set_deepspeed_parallelism": (AutoEPMoELayer.set_deepspeed_parallelism, "bd85913ef9cba70e"),
+}
+
+NAMES = [
+    # engine/engine.py
+    "deepspeed.runtime.zero.partition_parameters:shutdown_init_context",
+    "deepspeed.runtime.zero.partition_parameters:restore_init_context",
+    "deepspeed.runtime.tensor_parallel.init_utils:merge_tp_model_init_into_config",
+    "deepspeed:set_optimizer_flags",
+    "deepspeed:set_autotp_mode",
+    "deepspeed.comm:initialize_mesh_device",
+    "deepspeed.constants:TORCH_DISTRIBUTED_DEFAULT_PORT",
+    "deepspeed.runtime.engine:DeepSpeedEngine._configure_python_gc",
+    "deepspeed.runtime.engine:DeepSpeedEngine.gradient_clipping",
+    # engine/clipping.py
+    "deepspeed.moe.utils:is_moe_param",
+    "deepspeed.utils.groups:_get_expert_parallel_group",
+    # moe/
+    "deepspeed.module_inject.auto_ep_layer:permute_by_local_expert",
+    "deepspeed.module_inject.auto_ep_layer:unpermute_by_local_expert",
+    "deepspeed.moe.ep_experts:GroupedExperts",
+    # engine/router_logits.py
+    "transformers.utils.output_capturing:_active_collector",
+]
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_source_is_the_one_that_was_read(name: str) -> None:
+    source, expected = SOURCES[name]
+    assert digest(source) == expected, f"{name} of DeepSpeed {deepspeed.__version__} is not the source that was read"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_name_is_there(name: str) -> None:
+    module, _, path = name.partition(":")
+    found: Any = import_module(module)
+    for part in path.split("."):
+        assert hasattr(found, part), f"{name} is gone"
+        found = getattr(found, part)
+
+
+def test_initialize_keeps_deepspeeds_signature() -> None:
+    import ds_hybrid
+
+    def parameters(function: Any) -> list[tuple[str, Any]]:
+        return [(p.name, p.default) for p in inspect.signature(function).parameters.values()]
+
+    assert parameters(ds_hybrid.initialize) == parameters(deepspeed.initialize)
+
+
+def digest(function: Any) -> str:
+    return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]

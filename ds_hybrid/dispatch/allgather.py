@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from ds_hybrid.dispatch.collectives import all_gather_rows, reduce_scatter_rows
-from ds_hybrid.dispatch.dispatcher import Dispatcher
-from ds_hybrid.dispatch.ids import gather_routing
+from ds_hybrid.dispatch.gathering import GatheringDispatcher
 from ds_hybrid.dispatch.routing import Routing
 from ds_hybrid.dispatch.rows import RowMap, expand, group_by_slot, weighted_sum
 from ds_hybrid.placement import ExpertPlacement
@@ -29,7 +28,7 @@ class AllGatherState:
     num_rows_needed: Tensor
 
 
-class AllGatherDispatcher(Dispatcher):
+class AllGatherDispatcher(GatheringDispatcher):
     """Gathers tokens and weights, padded to the longest rank; reduce-scatters the partial sums."""
 
     mode = "allgather"
@@ -37,16 +36,16 @@ class AllGatherDispatcher(Dispatcher):
     def dispatch(
         self, tokens: Tensor, routing: Routing, placement: ExpertPlacement
     ) -> tuple[Tensor, Tensor, AllGatherState]:
-        gathered = gather_routing(self, tokens, routing, placement)
+        gathered = self.gather_routing(tokens, routing, placement)
         own_ranks = gathered.rank_of_choice[self.group.rank, : routing.num_tokens]
         _, num_rows_needed = self.rows_needed(own_ranks)
         slots = gathered.local_slots(self.group.rank)
         pairs, num_rows_per_slot = group_by_slot(slots, placement.num_slots, int((slots >= 0).sum()))
 
         self.group.meter.add_tokens(routing.num_tokens)
-        longest = gathered.rank_of_choice.shape[1]
-        all_tokens = all_gather_rows(_pad(self.crossing(tokens, num_rows_needed), longest), self.group)
-        all_weights = all_gather_rows(_pad(routing.topk_weights, longest), self.group)
+        padded_tokens = _pad(self.crossing(tokens, num_rows_needed), gathered.num_padded_tokens)
+        all_tokens = all_gather_rows(padded_tokens, self.group)
+        all_weights = all_gather_rows(_pad(routing.topk_weights, gathered.num_padded_tokens), self.group)
         state = AllGatherState(pairs, all_weights, routing.num_tokens, num_rows_needed)
         return expand(all_tokens, pairs), num_rows_per_slot, state
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from ds_hybrid.dispatch.collectives import all_to_all_rows
-from ds_hybrid.dispatch.dispatcher import Dispatcher
-from ds_hybrid.dispatch.ids import gather_routing
+from ds_hybrid.dispatch.gathering import GatheringDispatcher
 from ds_hybrid.dispatch.routing import Routing
 from ds_hybrid.dispatch.rows import RowMap, expand, group_by_slot, weighted_sum
 from ds_hybrid.dispatch.wire import pack, unpack, weight_dtype_on_wire
@@ -32,7 +31,7 @@ class TwoStageState:
     num_rows_needed: Tensor
 
 
-class TwoStageDispatcher(Dispatcher):
+class TwoStageDispatcher(GatheringDispatcher):
     """AllGather-EP in two stages. Both sides derive the split sizes from the gathered ids: no counts are exchanged."""
 
     mode = "two_stage"
@@ -40,12 +39,12 @@ class TwoStageDispatcher(Dispatcher):
     def dispatch(
         self, tokens: Tensor, routing: Routing, placement: ExpertPlacement
     ) -> tuple[Tensor, Tensor, TwoStageState]:
-        gathered = gather_routing(self, tokens, routing, placement)
+        gathered = self.gather_routing(tokens, routing, placement)
         own_ranks = gathered.rank_of_choice[self.group.rank, : routing.num_tokens]
         needed, num_rows_needed = self.rows_needed(own_ranks)
         slots = gathered.local_slots(self.group.rank)
         is_received = (slots >= 0).any(1)
-        is_received_from = is_received.view(gathered.rank_of_choice.shape[:2])
+        is_received_from = is_received.view(self.group.size, gathered.num_padded_tokens)
         # The one wait for the device after the ids: rows to each rank, rows from each rank, (row, expert) pairs here.
         counts = torch.cat([needed.sum(0), is_received_from.sum(1), (slots >= 0).sum()[None]]).tolist()
         send_counts, receive_counts, num_pairs = counts[: self.group.size], counts[self.group.size : -1], counts[-1]

@@ -64,6 +64,11 @@ def test_checkpointing_and_accumulation(four_ranks: RankPool, mode: Mode, use_re
     assert_equal(four_ranks, Run(mode=mode, checkpointing=use_reentrant, accumulation=2, zero_stage=2))
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_lengths_that_differ_between_ranks_and_steps(four_ranks: RankPool, mode: Mode) -> None:
+    assert_equal(four_ranks, Run(mode=mode, ep_size=4, uneven=True, zero_stage=2))
+
+
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
 def test_auxiliary_loss_counts_once(two_ranks: RankPool, model_type: str) -> None:
     assert_equal(two_ranks, Run(model_type, router_logits=True))

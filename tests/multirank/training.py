@@ -31,6 +31,7 @@ class Run:
     accumulation: int = 1
     router_logits: bool = False
     checkpointing: bool | None = None  # None: off; else use_reentrant
+    uneven: bool = False  # sequence lengths differ between ranks and steps
 
     @property
     def learning_rate(self) -> float:
@@ -40,6 +41,10 @@ class Run:
     @property
     def model_changes(self) -> dict[str, Any]:
         return {"output_router_logits": True, "router_aux_loss_coef": 0.1} if self.router_logits else {}
+
+    def length(self, step: int, rank: int) -> int:
+        """Of a rank's sequences at a step."""
+        return 2 + (3 * step + 5 * rank) % 11 if self.uneven else _LENGTH
 
     def ds_config(self) -> dict[str, Any]:
         return {
@@ -65,10 +70,10 @@ class Outcome:
     norms: list[float]
 
 
-def batch(step: int, rank: int, micro: int = 0) -> Tensor:
-    """[2, L] token ids, different for every step, rank and micro-batch."""
+def batch(step: int, rank: int, micro: int = 0, *, length: int = _LENGTH) -> Tensor:
+    """[2, length] token ids, different for every step, rank and micro-batch."""
     generator = torch.Generator().manual_seed(1000 * step + 10 * rank + micro)
-    return torch.randint(0, VOCABULARY, (2, _LENGTH), generator=generator)
+    return torch.randint(0, VOCABULARY, (2, length), generator=generator)
 
 
 def train_plain(run: Run, num_ranks: int) -> Outcome:
@@ -81,7 +86,7 @@ def train_plain(run: Run, num_ranks: int) -> Outcome:
         parts = [(rank, micro) for rank in range(num_ranks) for micro in range(run.accumulation)]
         total = 0.0
         for rank, micro in parts:
-            loss = _loss(model, batch(step, rank, micro)) / len(parts)
+            loss = _loss(model, batch(step, rank, micro, length=run.length(step, rank))) / len(parts)
             loss.backward()
             total += float(loss.detach())
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), run.clip or float("inf"))))
@@ -124,7 +129,7 @@ def _train(engine: Any, run: Run) -> Outcome:
     for step in range(run.num_steps):
         total = torch.zeros(())
         for micro in range(run.accumulation):
-            loss = _loss(engine, batch(step, dist.get_rank(), micro))
+            loss = _loss(engine, batch(step, dist.get_rank(), micro, length=run.length(step, dist.get_rank())))
             engine.backward(loss)
             engine.step()
             total += loss.detach().float() / run.accumulation

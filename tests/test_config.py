@@ -102,8 +102,7 @@ def test_section_is_read_and_frozen() -> None:
         ),
         (
             {"dispatch": {"wire_dtype": "fp8_e4m3"}},
-            f'ds_hybrid.dispatch.wire_dtype = "fp8_e4m3" (x.json): not available in {RELEASE}. '
-            'Set it to "auto" or "bf16".',
+            f'ds_hybrid.dispatch.wire_dtype = "fp8_e4m3" (x.json): not available in {RELEASE}. Set it to "auto".',
         ),
         (
             {"dispatch": {"overlap_chunks": 2}},

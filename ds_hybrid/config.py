@@ -9,7 +9,13 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, Strict
 
-from ds_hybrid.document import count_at, deepspeed_problems, experts_are_parallel
+from ds_hybrid.document import (
+    count_at,
+    deepspeed_problems,
+    deepspeed_warnings,
+    experts_are_parallel,
+    unresolved_problems,
+)
 from ds_hybrid.document import read_document as read_document  # for those who load: the rest of the file
 from ds_hybrid.errors import ConfigError
 from ds_hybrid.problems import ABSENT, Problem, listed, model_problems, value_at
@@ -108,6 +114,7 @@ NOT_YET: Final[_Values] = MappingProxyType(
         "ds_hybrid.attention.kv_gather": ("off",),
         "ds_hybrid.observe.directory": (None,),
         "ds_hybrid.observe.routing_trace": (False,),
+        "hybrid_engine.enabled": (False,),
     }
 )
 """Values that this version has, where it does not have all that the models above name."""
@@ -115,6 +122,8 @@ NOT_YET: Final[_Values] = MappingProxyType(
 NOT_YET_WITH_EXPERT_PARALLEL: Final[_Values] = MappingProxyType(
     {
         "tensor_parallel.autotp_size": (0, 1),
+        "expert_parallel.expert_tensor_parallel_size": (1,),
+        "expert_parallel.load_balance_coeff": (None,),
         "expert_parallel.score_apply": ("auto", "post"),
     }
 )
@@ -129,11 +138,15 @@ REPLACED: Final[_Values] = MappingProxyType(
         "expert_parallel.validate_folding_routing": (False,),
     }
 )
-"""Options of AutoEP's own dispatch, which ds_hybrid's dispatchers replace: another value would silently do nothing."""
+"""Options of AutoEP's own dispatch, which ds_hybrid's dispatchers replace: other values are warned of."""
 
 
 def load(
-    source: str | Path | Mapping[str, Any], *, world_size: int | None = None, num_experts: int | None = None
+    source: str | Path | Mapping[str, Any],
+    *,
+    world_size: int | None = None,
+    num_experts: int | None = None,
+    allow_auto: bool = True,
 ) -> HybridConfig:
     """The checked "ds_hybrid" section of a ds_config; all defaults when the file has none.
 
@@ -141,6 +154,7 @@ def load(
         source: path of the file, or the ds_config as a mapping.
         world_size: ranks of the run. Without it, rules that need it are not checked.
         num_experts: experts of each MoE layer. Without it, rules that need it are not checked.
+        allow_auto: accept "auto" where Hugging Face's Trainer fills in its own value later.
 
     Raises:
         ConfigError: with one line for each problem of the whole file.
@@ -148,6 +162,8 @@ def load(
     document = read_document(source)
     name = "ds_config" if isinstance(source, Mapping) else str(source)
     problems = find_problems(document, name=name, world_size=world_size, num_experts=num_experts)
+    if not allow_auto:
+        problems += [problem.line(name) for problem in unresolved_problems(document)]
     if problems:
         raise ConfigError(*problems)
     return HybridConfig.model_validate(document.get("ds_hybrid", {}))
@@ -167,6 +183,17 @@ def find_problems(
         *_limit_problems(document, already={problem.path for problem in broken_models}),
         *_expert_group_problems(document, world_size),
     ]
+    return [problem.line(name) for problem in problems]
+
+
+def find_warnings(document: Mapping[str, Any], *, name: str) -> list[str]:
+    """What a ds_config says or leaves out in vain, one line each; nothing here stops a run."""
+    problems = deepspeed_warnings(document)
+    if experts_are_parallel(document):
+        rule = "has no effect with ds_hybrid's dispatchers. Remove it."
+        problems += [Problem(path, rule, value) for path, value, _ in _refused(document, REPLACED)]
+    elif value_at(document, "ds_hybrid.dispatch") is not ABSENT:
+        problems += [Problem("ds_hybrid.dispatch", "has no effect while expert_parallel.enabled is not true.")]
     return [problem.line(name) for problem in problems]
 
 
@@ -216,8 +243,6 @@ def _limit_problems(document: Mapping[str, Any], already: set[str]) -> Iterator[
     for path, value, works in _refused(document, NOT_YET_WITH_EXPERT_PARALLEL):
         rule = f"not available in {_release()} with expert_parallel. Set it to {listed(works)}."
         yield Problem(path, rule, value)
-    for path, value, _ in _refused(document, REPLACED):
-        yield Problem(path, "has no effect with ds_hybrid's dispatchers. Remove it.", value)
 
 
 def _release() -> str:

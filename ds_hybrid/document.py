@@ -80,7 +80,9 @@ class DeepSpeedKeys(_Known):
     gradient_clipping: Norm | Auto = Field(
         description="Largest gradient norm; 0.0 turns clipping off. When absent, DeepSpeed clips at 1.0."
     )
-    steps_per_print: float = Field(gt=0, description="Optimizer steps between two lines of progress.")
+    steps_per_print: Annotated[float, Field(gt=0)] | None = Field(
+        description="Optimizer steps between two lines of progress; null prints none."
+    )
     sequence_parallel_size: Count = Field(description="Ranks that share one sequence.")
     wall_clock_breakdown: bool = Field(description="Log the time of forward, backward and step.")
     zero_allow_untested_optimizer: bool = Field(description="Let ZeRO run an optimizer it does not know.")
@@ -135,10 +137,29 @@ def deepspeed_problems(
         *_key_problems(document),
         *model_problems(DeepSpeedKeys, dict(document)),
         *_batch_problems(document, world_size),
-        *_clipping_problems(document),
         *_precision_problems(document),
         *_expert_parallel_problems(document, world_size, num_experts),
     ]
+
+
+def deepspeed_warnings(document: Mapping[str, Any]) -> list[Problem]:
+    """What DeepSpeed does without being asked to."""
+    if "gradient_clipping" in document:
+        return []
+    rule = f"missing, and DeepSpeed {deepspeed_keys.VERSION} then clips at 1.0. Set it (0.0 turns clipping off)."
+    return [Problem("gradient_clipping", rule)]
+
+
+def unresolved_problems(document: Mapping[str, Any]) -> list[Problem]:
+    """Values "auto" that Hugging Face's Trainer fills in and nobody has."""
+    rule = "only Hugging Face's Trainer fills this in. Set a value."
+    paths = [
+        path
+        for key, value in document.items()
+        for path in ([key] if not isinstance(value, Mapping) else [f"{key}.{inner}" for inner in value])
+        if key in deepspeed_keys.TOP_LEVEL - {"expert_parallel"}
+    ]
+    return [Problem(path, rule, "auto") for path in paths if value_at(document, path) == "auto"]
 
 
 def experts_are_parallel(document: Mapping[str, Any]) -> bool:
@@ -178,7 +199,8 @@ def _batch_problems(document: Mapping[str, Any], world_size: int | None) -> Iter
         if world_size % prod(shards.values()):
             yield Problem("world_size", _multiple_of(shards, world_size), world_size)
             return
-        factors["data-parallel size"] = world_size // prod(shards.values())
+        # DeepSpeed's own sum: tensor parallelism does not divide it.
+        factors["data-parallel size"] = world_size // shards["sequence_parallel_size"]
     total = count_at(document, "train_batch_size")
     known = {name: factor for name, factor in factors.items() if factor is not None}
     if total is None or not known:
@@ -188,12 +210,6 @@ def _batch_problems(document: Mapping[str, Any], world_size: int | None) -> Iter
         yield Problem("train_batch_size", f"must equal {_product(known)}. Set it to {product}.", total)
     elif total % product:
         yield Problem("train_batch_size", _multiple_of(known, total), total)
-
-
-def _clipping_problems(document: Mapping[str, Any]) -> Iterator[Problem]:
-    if "gradient_clipping" not in document:
-        rule = f"missing, and DeepSpeed {deepspeed_keys.VERSION} then clips at 1.0. Set it (0.0 turns clipping off)."
-        yield Problem("gradient_clipping", rule)
 
 
 def _precision_problems(document: Mapping[str, Any]) -> Iterator[Problem]:

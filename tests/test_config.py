@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 import ds_hybrid
-from ds_hybrid.config import NOT_YET, HybridConfig, broken_partition, find_problems, load
+from ds_hybrid.config import NOT_YET, HybridConfig, broken_partition, find_problems, find_warnings, load
 from ds_hybrid.errors import ConfigError
 from ds_hybrid.problems import value_at
 
@@ -153,6 +153,28 @@ def test_wrong_section(section: Any, message: str) -> None:
             'Set it to "auto" or "post".',
         ),
         (
+            {"expert_parallel": {"expert_tensor_parallel_size": 2}},
+            f"expert_parallel.expert_tensor_parallel_size = 2 (x.json): not available in {RELEASE} with "
+            "expert_parallel. Set it to 1.",
+        ),
+        (
+            {"expert_parallel": {"load_balance_coeff": 0.1}},
+            f"expert_parallel.load_balance_coeff = 0.1 (x.json): not available in {RELEASE} with expert_parallel. "
+            "Set it to null.",
+        ),
+    ],
+)
+def test_refused_only_with_expert_parallel(change: dict[str, Any], message: str) -> None:
+    document = {**GOOD, **change}
+    assert find_problems(document, name="x.json") == []
+    document["expert_parallel"] = {"enabled": True, **change.get("expert_parallel", {})}
+    assert find_problems(document, name="x.json") == [message]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
             {"expert_parallel": {"combine_impl": "legacy_bmm"}},
             'expert_parallel.combine_impl = "legacy_bmm" (x.json): has no effect with ds_hybrid\'s dispatchers. '
             "Remove it.",
@@ -177,16 +199,38 @@ def test_wrong_section(section: Any, message: str) -> None:
         ),
     ],
 )
-def test_refused_only_with_expert_parallel(change: dict[str, Any], message: str) -> None:
+def test_autoep_options_without_effect_are_warned_of(change: dict[str, Any], message: str) -> None:
     document = {**GOOD, **change}
+    assert find_warnings(document, name="x.json") == []
+    document["expert_parallel"] = {"enabled": True, **change["expert_parallel"]}
     assert find_problems(document, name="x.json") == []
-    document["expert_parallel"] = {"enabled": True, **change.get("expert_parallel", {})}
-    assert find_problems(document, name="x.json") == [message]
+    assert find_warnings(document, name="x.json") == [message]
+
+
+def test_other_warnings() -> None:
+    document = {"train_micro_batch_size_per_gpu": 4, "ds_hybrid": {"dispatch": {"mode": "two_stage"}}}
+    assert find_problems(document, name="x.json") == []
+    assert find_warnings(document, name="x.json") == [
+        "gradient_clipping (x.json): missing, and DeepSpeed 0.19.8 then clips at 1.0. Set it (0.0 turns clipping off).",
+        "ds_hybrid.dispatch (x.json): has no effect while expert_parallel.enabled is not true.",
+    ]
+
+
+def test_auto_is_refused_where_nobody_fills_it_in() -> None:
+    document = {**GOOD, "train_batch_size": "auto", "bf16": {"enabled": "auto"}, "ds_hybrid": {"dispatch": {}}}
+    assert load(document) == HybridConfig()
+    with pytest.raises(ConfigError) as caught:
+        load(document, allow_auto=False)
+    assert caught.value.problems == (
+        'train_batch_size = "auto" (ds_config): only Hugging Face\'s Trainer fills this in. Set a value.',
+        'bf16.enabled = "auto" (ds_config): only Hugging Face\'s Trainer fills this in. Set a value.',
+    )
 
 
 def test_what_is_refused_differs_from_the_default() -> None:
     defaults = {"ds_hybrid": HybridConfig().model_dump()}
-    assert [path for path, works in NOT_YET.items() if value_at(defaults, path) not in works] == []
+    ours = {path: works for path, works in NOT_YET.items() if path.startswith("ds_hybrid.")}
+    assert [path for path, works in ours.items() if value_at(defaults, path) not in works] == []
 
 
 @pytest.mark.parametrize(
@@ -241,7 +285,7 @@ def test_all_problems_of_a_file_come_at_once(tmp_path: Path, monkeypatch: pytest
         "gradient_accumulation_steps": 1,
         "zero_optimisation": {"stage": 1},
         "zero_optimization": {"stage": "1"},
-        "expert_parallel": {"enabled": True, "autoep_size": 3, "comm_backend": "deepep"},
+        "expert_parallel": {"enabled": True, "autoep_size": 3, "score_apply": "pre"},
         "ds_hybrid": {"dispatch": {"mode": "allgatther", "guard": 1}, "rebalance": {"enabled": True}},
     }
     Path("x.json").write_text(json.dumps(document))
@@ -252,13 +296,13 @@ def test_all_problems_of_a_file_come_at_once(tmp_path: Path, monkeypatch: pytest
         'zero_optimization.stage = "1" (x.json): must be an integer from 0 to 3.',
         "train_batch_size = 30 (x.json): must equal train_micro_batch_size_per_gpu 4 x gradient_accumulation_steps 1 "
         "x data-parallel size 8 = 32. Set it to 32.",
-        "gradient_clipping (x.json): missing, and DeepSpeed 0.19.8 then clips at 1.0. Set it (0.0 turns clipping off).",
         "expert_parallel.autoep_size = 3 (x.json): must divide world_size 8. Values that work: 1, 2, 4, 8.",
         'ds_hybrid.dispatch.mode = "allgatther" (x.json): must be one of auto, alltoall, allgather, two_stage, '
         'hierarchical, replicated. Did you mean "allgather"?',
         "ds_hybrid.dispatch.guard = 1 (x.json): must be true or false.",
         f"ds_hybrid.rebalance.enabled = true (x.json): not available in {RELEASE}. Set it to false.",
-        'expert_parallel.comm_backend = "deepep" (x.json): has no effect with ds_hybrid\'s dispatchers. Remove it.',
+        f'expert_parallel.score_apply = "pre" (x.json): not available in {RELEASE} with expert_parallel. '
+        'Set it to "auto" or "post".',
     )
 
 

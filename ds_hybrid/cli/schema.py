@@ -62,7 +62,6 @@ def build_schema() -> dict[str, Any]:
         **schema,
         "title": "ds_config",
         "description": f"A configuration of DeepSpeed {deepspeed_keys.VERSION} with ds_hybrid.",
-        "required": ["gradient_clipping"],
         "anyOf": [{"required": ["train_batch_size"]}, {"required": ["train_micro_batch_size_per_gpu"]}],
     }
 

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from ds_hybrid.config import HybridConfig, load
+from ds_hybrid.config import HybridConfig, find_warnings, load
 from ds_hybrid.document import count_at, experts_are_parallel, read_document
 from ds_hybrid.errors import ConfigError
 from ds_hybrid.problems import ABSENT, value_at
@@ -32,7 +32,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """One line for each good file on stdout, one for each problem on stderr."""
+    """One line for each good file on stdout, one for each problem and warning on stderr."""
     status = 0
     for file in arguments.files:
         try:
@@ -41,7 +41,10 @@ def run(arguments: argparse.Namespace) -> int:
             print(error, file=sys.stderr)
             status = 2
         else:
-            print(f"{file}: ok ({summary(config, read_document(file))})")
+            document = read_document(file)
+            for warning in find_warnings(document, name=file):
+                print(f"warning: {warning}", file=sys.stderr)
+            print(f"{file}: ok ({summary(config, document)})")
     return status
 
 

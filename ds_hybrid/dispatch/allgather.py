@@ -51,8 +51,8 @@ class AllGatherDispatcher(GatheringDispatcher):
 
     def combine(self, expert_rows: Tensor, state: AllGatherState) -> Tensor:
         partial_sums = weighted_sum(expert_rows, state.pairs, state.gathered_weights)
-        total = reduce_scatter_rows(partial_sums, self.group)[: state.num_tokens]
-        return self.crossing(total, state.num_rows_needed)
+        partial_sums = self.crossing(partial_sums, state.num_rows_needed)
+        return reduce_scatter_rows(partial_sums, self.group)[: state.num_tokens]
 
 
 def _pad(rows: Tensor, num_rows: int) -> Tensor:

@@ -59,6 +59,6 @@ class AllToAllDispatcher(Dispatcher):
         return expand(rows, arrived), num_rows_per_slot, state
 
     def combine(self, expert_rows: Tensor, state: AllToAllState) -> Tensor:
-        rows = weighted_sum(expert_rows, state.received)
+        rows = self.crossing(weighted_sum(expert_rows, state.received), state.num_rows_needed)
         rows = all_to_all_rows(rows, self.group, state.receive_counts, state.send_counts)
-        return self.crossing(weighted_sum(rows, state.sent, state.topk_weights), state.num_rows_needed)
+        return weighted_sum(rows, state.sent, state.topk_weights)

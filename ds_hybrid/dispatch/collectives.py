@@ -19,7 +19,7 @@ from ds_hybrid.dispatch.meter import Meter
 class RankGroup:
     """The P ranks that exchange rows, this rank's place among them, and the meter of what leaves it.
 
-    Integers that describe rows count as metadata, everything else as payload. A group of one moves nothing.
+    What describes rows counts as metadata, rows as payload. A group of one moves nothing.
     """
 
     def __init__(self, process_group: Any, meter: Meter) -> None:
@@ -56,13 +56,13 @@ class RankGroup:
         """
         if self.size == 1:
             return rows
-        parts = rows.view(self.size, len(rows) // self.size, rows.shape[1])
+        parts = rows.reshape(self.size, len(rows) // self.size, rows.shape[1])
         self.meter.add_payload(_num_bytes(parts[0]) * (self.size - 1))
         if rows.device.type == "cpu":
             received = self._all_to_all(parts, None, None)
             return received.sum(0, dtype=torch.promote_types(rows.dtype, torch.float32)).to(rows.dtype)
         reduced = torch.empty_like(parts[0])
-        dist.reduce_scatter_tensor(reduced, rows.contiguous(), group=self.process_group)
+        dist.reduce_scatter_tensor(reduced, parts.flatten(0, 1), group=self.process_group)
         return reduced
 
     def _all_gather(self, tensor: Tensor) -> Tensor:

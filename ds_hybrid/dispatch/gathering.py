@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ds_hybrid.dispatch.dispatcher import Dispatcher
 from ds_hybrid.dispatch.routing import Routing
+from ds_hybrid.dispatch.traffic import id_bytes
 from ds_hybrid.placement import ExpertPlacement
 
 
@@ -38,7 +39,7 @@ class GatheringDispatcher(Dispatcher):
     """A dispatcher whose ranks all see the whole routing before they move rows."""
 
     def gather_routing(self, tokens: Tensor, routing: Routing, placement: ExpertPlacement) -> GatheredRouting:
-        """Exchange token counts and the guard's facts, then K ids per token of :func:`id_dtype` bytes each.
+        """Exchange token counts and the guard's facts, then K ids per token of 1, 2 or 4 bytes each.
 
         Raises:
             DispatchError: on every rank, when the ranks disagree.
@@ -48,7 +49,7 @@ class GatheringDispatcher(Dispatcher):
         self.check([facts for _, *facts in headers])
         num_tokens = [num for num, *_ in headers]
 
-        padded = routing.topk_ids.new_zeros((max(num_tokens), routing.top_k), dtype=id_dtype(routing.num_experts))
+        padded = routing.topk_ids.new_zeros((max(num_tokens), routing.top_k), dtype=_id_dtype(routing.num_experts))
         padded[: routing.num_tokens] = routing.topk_ids
         # Bytes travel: gloo has no 16-bit integers.
         ids = self.group.all_gather_metadata(padded.view(torch.uint8)).view(padded.dtype)
@@ -60,6 +61,5 @@ class GatheringDispatcher(Dispatcher):
         return GatheredRouting(rank, slot)
 
 
-def id_dtype(num_experts: int) -> torch.dtype:
-    """The narrowest integer that holds every expert id: 1, 2 or 4 bytes."""
-    return torch.uint8 if num_experts <= 2**8 else torch.int16 if num_experts <= 2**15 else torch.int32
+def _id_dtype(num_experts: int) -> torch.dtype:
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32}[id_bytes(num_experts)]

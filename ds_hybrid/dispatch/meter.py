@@ -14,7 +14,7 @@ class WireBytes:
     """Bytes that left this rank for others since the meter was last cleared, forward and backward.
 
     Attributes:
-        payload: rows of tokens and gradients, and the routing weights that ride with them.
+        payload: rows of tokens and gradients, and the routing weights that ride with them; recomputation included.
         metadata: routing ids, row counts and agreement headers.
         lower_bound: rows that had to cross, times their bytes: each token once to each other rank that holds one of
             its experts, one row back, and the same again in backward.
@@ -49,7 +49,9 @@ class Meter:
         self._metadata += num_bytes
 
     def add_tokens(self, num_tokens: int) -> None:
-        self._num_tokens += num_tokens
+        """Count routed tokens; those of a forward that activation checkpointing repeats are counted already."""
+        if not is_recomputing():
+            self._num_tokens += num_tokens
 
     def add_lower_bound(self, num_bytes: Tensor) -> None:
         """Add a count that lives on the device; it is read back only by :meth:`read`."""
@@ -61,11 +63,18 @@ class Meter:
         return WireBytes(self._payload, self._metadata, lower_bound, self._num_tokens)
 
 
+def is_recomputing() -> bool:
+    """Whether this forward runs inside a backward, as both kinds of activation checkpointing run it again."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def crossing(rows: Tensor, num_rows_needed: Tensor, meter: Meter) -> Tensor:
     """The identity, which adds one one-way crossing to the lower bound in forward and another in backward.
 
+    Stands right before the exchange, so that both are repeated, or not, when activation checkpointing recomputes.
+
     Args:
-        rows: [T, H], what crosses.
+        rows: [*, H], what crosses.
         num_rows_needed: [] int64 on the device of ``rows``, how many rows had to cross.
     """
     return _Crossing.apply(rows, num_rows_needed, meter)

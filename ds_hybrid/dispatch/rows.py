@@ -102,6 +102,8 @@ class _WeightedSum(torch.autograd.Function):
 
 
 def _sum_rows(values: Tensor, row_of_cell: Tensor, weights: Tensor | None) -> Tensor:
+    if weights is None and row_of_cell.shape == (len(values), 1):
+        return values.index_select(0, row_of_cell[:, 0])
     total = values.new_zeros((row_of_cell.shape[0], values.shape[1]), dtype=_sum_dtype(values))
     if len(values):
         for copy in range(row_of_cell.shape[1]):

@@ -35,14 +35,14 @@ class WireShape:
         return self.hidden_size * self.value_bytes
 
     @property
-    def weights_bytes(self) -> int:
+    def riding_bytes(self) -> int:
         """Bytes of one token's routing weights."""
         return self.top_k * self.weight_bytes
 
     @property
     def ids_bytes(self) -> int:
         """Bytes of one token's expert ids."""
-        return self.top_k * (1 if self.num_experts <= 2**8 else 2 if self.num_experts <= 2**15 else 4)
+        return self.top_k * id_bytes(self.num_experts)
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,11 @@ class Traffic:
     payload: npt.NDArray[np.int64]
     metadata: npt.NDArray[np.int64]
     lower_bound: npt.NDArray[np.int64]
+
+
+def id_bytes(num_experts: int) -> int:
+    """Bytes of the narrowest integer that holds every expert id."""
+    return 1 if num_experts <= 2**8 else 2 if num_experts <= 2**15 else 4
 
 
 def forward_traffic(mode: Mode, rank_of_choice: Sequence[npt.NDArray[np.int64]], shape: WireShape) -> Traffic:
@@ -86,7 +91,7 @@ def expected_bytes(mode: Mode, shape: WireShape) -> float:
     rows = expected_rows(mode, num_ranks=shape.num_ranks, num_experts=shape.num_experts, top_k=shape.top_k)
     if mode == "alltoall":
         return 2 * rows * shape.row_bytes
-    return rows * (2 * shape.row_bytes + shape.weights_bytes) + (shape.num_ranks - 1) * shape.ids_bytes
+    return rows * (2 * shape.row_bytes + shape.riding_bytes) + (shape.num_ranks - 1) * shape.ids_bytes
 
 
 def _traffic(
@@ -103,7 +108,7 @@ def _traffic(
     if backward:
         dispatched, combined = combined, dispatched
 
-    ride_along = 0 if mode == "alltoall" else shape.weights_bytes
+    ride_along = 0 if mode == "alltoall" else shape.riding_bytes
     if mode == "alltoall":
         metadata = _COUNT_BYTES * (shape.num_experts // shape.num_ranks + shape.num_facts) * peers
     else:

@@ -15,7 +15,7 @@ from ds_hybrid.dispatch.collectives import all_to_all_rows
 from ds_hybrid.dispatch.gathering import GatheringDispatcher
 from ds_hybrid.dispatch.routing import Routing
 from ds_hybrid.dispatch.rows import RowMap, expand, group_by_slot, weighted_sum
-from ds_hybrid.dispatch.wire import pack, unpack, weight_dtype_on_wire
+from ds_hybrid.dispatch.wire import exchange_weighted_rows
 from ds_hybrid.placement import ExpertPlacement
 
 
@@ -54,18 +54,17 @@ class TwoStageDispatcher(GatheringDispatcher):
         pairs, num_rows_per_slot = group_by_slot(slots[received], placement.num_slots, num_pairs)
 
         self.group.meter.add_tokens(routing.num_tokens)
-        weight_dtype = weight_dtype_on_wire(tokens.dtype, routing.topk_weights.dtype)
         rows = expand(self.crossing(tokens, num_rows_needed), sent)
-        weights = expand(routing.topk_weights.to(weight_dtype), sent)
-        packed = all_to_all_rows(pack(rows, weights), self.group, send_counts, receive_counts)
-        rows, weights = unpack(packed, routing.top_k, weight_dtype)
+        weights = expand(routing.topk_weights.to(torch.promote_types(tokens.dtype, torch.float32)), sent)
+        rows, weights = exchange_weighted_rows(rows, weights, self.group, send_counts, receive_counts)
         state = TwoStageState(sent, pairs, weights, send_counts, receive_counts, num_rows_needed)
         return expand(rows, pairs), num_rows_per_slot, state
 
     def combine(self, expert_rows: Tensor, state: TwoStageState) -> Tensor:
         partial_sums = weighted_sum(expert_rows, state.pairs, state.received_weights)
-        rows = all_to_all_rows(partial_sums, self.group, state.receive_counts, state.send_counts)
-        return self.crossing(weighted_sum(rows, state.sent), state.num_rows_needed)
+        rows = self.crossing(partial_sums, state.num_rows_needed)
+        rows = all_to_all_rows(rows, self.group, state.receive_counts, state.send_counts)
+        return weighted_sum(rows, state.sent)
 
 
 def _map_of_sent(needed: Tensor, num_rows: int, top_k: int) -> RowMap:

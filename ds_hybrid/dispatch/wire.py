@@ -1,58 +1,59 @@
-"""What a row looks like on the wire: its values, then its routing weights as raw bytes in extra columns."""
+"""What a row looks like on the wire: its values, then its routing weights, as bytes.
+
+Weights ride with 16-bit rows in float32, unrounded. The wire carries bytes, because the bits of a weight read as 16-bit
+floats may look like NaN to whoever checks for it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ds_hybrid.dispatch.collectives import RankGroup
 
-def pack(rows: Tensor, weights: Tensor) -> Tensor:
-    """[R, H] and [R, K] -> [R, H + K x (bytes of a weight / bytes of a value)], bit for bit.
 
-    The dtype is that of the rows; float32 weights ride with 16-bit rows unrounded. Not to be added up: see
-    :func:`unpack`.
+def exchange_weighted_rows(
+    rows: Tensor, weights: Tensor, group: RankGroup, send_counts: Sequence[int], receive_counts: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """An all-to-all of rows with their weights in one message; gradients of both travel back the same way.
+
+    Args:
+        rows: [sum(send_counts), H], the first ``send_counts[0]`` of them for rank 0, and so on.
+        weights: [sum(send_counts), K], of a dtype no narrower than that of the rows.
+
+    Returns:
+        Received rows [sum(receive_counts), H] and weights [sum(receive_counts), K].
     """
-    return _Pack.apply(rows, weights)
+    return _ExchangeWeightedRows.apply(rows, weights, group, send_counts, receive_counts)
 
 
-def unpack(packed: Tensor, top_k: int, weight_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The inverse of :func:`pack`: [R, C] -> rows [R, H] and weights [R, top_k]."""
-    return _Unpack.apply(packed, top_k, weight_dtype)
-
-
-def weight_dtype_on_wire(rows: torch.dtype, weights: torch.dtype) -> torch.dtype:
-    """Weights are never narrower than a value, so that they fill whole columns."""
-    return torch.promote_types(rows, weights)
-
-
-class _Pack(torch.autograd.Function):
+class _ExchangeWeightedRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor) -> Tensor:
-        ctx.top_k, ctx.weight_dtype = weights.shape[1], weights.dtype
-        return _join(rows, weights)
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weights: Tensor,
+        group: RankGroup,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+    ) -> tuple[Tensor, Tensor]:
+        ctx.group, ctx.send_counts, ctx.receive_counts = group, send_counts, receive_counts
+        return _exchange(rows, weights, group, send_counts, receive_counts)
 
     @staticmethod
-    def backward(ctx: Any, grad_packed: Tensor) -> tuple[Tensor, Tensor]:
-        return _split(grad_packed, ctx.top_k, ctx.weight_dtype)
+    def backward(ctx: Any, grad_rows: Tensor, grad_weights: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        back = _exchange(grad_rows, grad_weights, ctx.group, ctx.receive_counts, ctx.send_counts)
+        return *back, None, None, None
 
 
-class _Unpack(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, packed: Tensor, top_k: int, weight_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return _split(packed, top_k, weight_dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad_rows: Tensor, grad_weights: Tensor) -> tuple[Tensor, None, None]:
-        return _join(grad_rows, grad_weights), None, None
-
-
-def _join(rows: Tensor, weights: Tensor) -> Tensor:
-    return torch.cat([rows, weights.contiguous().view(rows.dtype)], 1)
-
-
-def _split(packed: Tensor, top_k: int, weight_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    num_columns = top_k * weight_dtype.itemsize // packed.element_size()
-    values = packed[:, : packed.shape[1] - num_columns]
-    return values, packed[:, packed.shape[1] - num_columns :].contiguous().view(weight_dtype)
+def _exchange(
+    rows: Tensor, weights: Tensor, group: RankGroup, send_counts: Sequence[int], receive_counts: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    columns_of_weights = weights.contiguous().view(rows.dtype)
+    packed = torch.cat([rows, columns_of_weights], 1).view(torch.uint8)
+    received = group.all_to_all(packed, send_counts, receive_counts).view(rows.dtype)
+    values, columns = received.split([rows.shape[1], columns_of_weights.shape[1]], 1)
+    return values, columns.contiguous().view(weights.dtype)

@@ -7,6 +7,9 @@ source of ``deepspeed.initialize`` and every private name used here, and fails w
 
 from __future__ import annotations
 
+import json
+import logging
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,11 +24,14 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.tensor_parallel.init_utils import merge_tp_model_init_into_config
-from torch import nn
+from deepspeed.utils import log_dist
+from torch import Tensor, nn
 
-from ds_hybrid.config import HybridConfig, load, read_document
+from ds_hybrid.config import HybridConfig, find_warnings, load, read_document
+from ds_hybrid.engine.agreement import compare_ranks
 from ds_hybrid.engine.clipping import clip_gradients
 from ds_hybrid.engine.router_logits import record_router_logits, router_recorders_hidden
+from ds_hybrid.engine.versions import untested_versions
 from ds_hybrid.errors import ConfigError
 from ds_hybrid.moe.autoep import HybridAutoEPLayer
 from ds_hybrid.observe.stats import LayerStats, MoEStats
@@ -46,24 +52,40 @@ class MoEEngine(DeepSpeedEngine):
     def _configure_expert_parallel(self, model: nn.Module, collect_sources: bool | None = None) -> Any:
         with router_recorders_hidden(model):
             sources = super()._configure_expert_parallel(model, collect_sources)
-        for name, layer in model.named_modules():
-            if type(layer) is AutoEPMoELayer:
-                HybridAutoEPLayer.adopt(layer, name=name, dispatch=self.hybrid_config.dispatch)
-        record_router_logits(model)
+        adopted = [
+            HybridAutoEPLayer.adopt(layer, name=name, dispatch=self.hybrid_config.dispatch)
+            for name, layer in model.named_modules()
+            if type(layer) is AutoEPMoELayer
+        ]
+        record_router_logits(model, adopted)
+        if self._config.expert_parallel_config.enabled and not adopted:
+            log_dist("ds_hybrid: the model has no MoE layer that AutoEP knows", ranks=[0], level=logging.WARNING)
         return sources
 
     def clip_fp32_gradients(self) -> None:
         """Clip by the norm of the whole model, experts of all ranks included."""
-        self._global_grad_norm = float(clip_gradients(self.module.parameters(), self.gradient_clipping()))
+        if self.has_moe_layers and self.mpu is None:
+            self._global_grad_norm = float(clip_gradients(self.module.parameters(), self.gradient_clipping()))
+        else:
+            super().clip_fp32_gradients()
 
     def moe_layers_by_name(self) -> dict[str, HybridAutoEPLayer]:
         """The converted MoE layers in model order."""
         return {layer.layer_name: layer for layer in self.module.modules() if isinstance(layer, HybridAutoEPLayer)}
 
     def moe_stats(self) -> MoEStats:
-        """Traffic and load of every MoE layer since the previous call, summed over all ranks. All ranks call it."""
-        layers = self.moe_layers_by_name().values()
-        return MoEStats(tuple(_take_layer_stats(layer) for layer in layers))
+        """Traffic and load of every MoE layer since the previous call, summed over all ranks. All ranks call it.
+
+        Bytes and tokens are those of every forward, evaluation included; load is that of training alone.
+        """
+        layers = list(self.moe_layers_by_name().values())
+        if not layers:
+            return MoEStats(())
+        counts = [_take_counts(layer) for layer in layers]
+        total = torch.cat(counts)
+        dist.all_reduce(total)
+        of_layer = total.split([len(part) for part in counts])
+        return MoEStats(tuple(_stats_of(*pair) for pair in zip(layers, of_layer, strict=True)))
 
 
 def initialize(
@@ -83,10 +105,11 @@ def initialize(
 ) -> tuple[MoEEngine, Any, Any, Any]:
     """Same arguments and same result as ``deepspeed.initialize``: (engine, optimizer, dataloader, lr_scheduler).
 
-    The ds_config may hold a ``ds_hybrid`` section; it is checked as a whole, before anything is built, on every rank.
+    The ds_config may hold a ``ds_hybrid`` section; it is checked as a whole before anything is built.
 
     Raises:
-        ConfigError: every problem of the ds_config at once, or a kind of model that ds_hybrid does not train.
+        ConfigError: every problem of the ds_config at once; or a kind of model that ds_hybrid does not train; or, on
+            every rank, what the ranks have built differently.
     """
     if model is None:
         raise ConfigError("ds_hybrid.initialize(model=None): a torch.nn.Module is required.")
@@ -102,14 +125,16 @@ def initialize(
         )
         source = _config_source(args, config if config is not None else config_params)
         document = read_document(source)
-        hybrid_config = load(source, world_size=dist.get_world_size())
+        # With an mpu or a mesh, DeepSpeed takes the data-parallel size from there, and checks the sizes itself.
+        world_size = dist.get_world_size() if mpu is None and not mesh_param else None
+        hybrid_config = load(source, world_size=world_size, allow_auto=False)
+        for warning in [*find_warnings(document, name="ds_config"), *untested_versions()]:
+            log_dist(f"ds_hybrid: {warning}", ranks=[0], level=logging.WARNING)
         mesh_device = _mesh_device(mesh_param, document)
         merge_tp_model_init_into_config(document, mpu, mesh_param, dist)
         if document.get("tensor_parallel", {}).get("autotp_size", 0) > 0:
             deepspeed.set_autotp_mode(training=True)
         ds_config = DeepSpeedConfig(document, mpu, mesh_device=mesh_device)
-        if ds_config.hybrid_engine.enabled:
-            raise ConfigError("hybrid_engine.enabled = true: not supported by ds_hybrid. Set it to false.")
         deepspeed.set_optimizer_flags(ds_config, model)
         engine = MoEEngine(
             hybrid_config=hybrid_config,
@@ -126,6 +151,7 @@ def initialize(
             mesh_device=mesh_device,
             config_class=ds_config,
         )
+        compare_ranks(_facts(document, engine))
     finally:
         deepspeed.zero.partition_parameters.restore_init_context()
     engine._configure_python_gc()
@@ -151,13 +177,27 @@ def _mesh_device(mesh_param: Any, document: Mapping[str, Any]) -> Any:
     return dist.initialize_mesh_device(sizes, ("data_parallel", "sequence_parallel")) if sizes else None
 
 
-def _take_layer_stats(layer: HybridAutoEPLayer) -> LayerStats:
+def _facts(document: Mapping[str, Any], engine: MoEEngine) -> dict[str, str]:
+    """What must be the same on every rank, in words."""
+    text = json.dumps(document, sort_keys=True, default=repr)
+    layers = {
+        name: f"{layer.dispatcher.mode} (guard {layer.dispatcher.guard}), {layer.num_experts} experts, "
+        f"top-{layer.top_k}, hidden size {layer.hidden_size}"
+        for name, layer in engine.moe_layers_by_name().items()
+    }
+    return {"ds_config": f"checksum {zlib.crc32(text.encode()):08x}", **layers}
+
+
+def _take_counts(layer: HybridAutoEPLayer) -> Tensor:
+    """Payload, metadata, lower bound, tokens, and the load of each expert; starts the layer's counters anew."""
     sent = layer.meter.read()
     layer.meter.clear()
-    sums = layer.expert_load.new_tensor([sent.payload, sent.metadata, sent.lower_bound, sent.num_tokens])
-    sums = torch.cat([sums, layer.expert_load])
+    load = layer.expert_load.clone()
     layer.expert_load.zero_()
-    dist.all_reduce(sums)
-    payload, metadata, lower_bound, num_tokens, *expert_load = sums.tolist()
+    return torch.cat([load.new_tensor([sent.payload, sent.metadata, sent.lower_bound, sent.num_tokens]), load])
+
+
+def _stats_of(layer: HybridAutoEPLayer, counts: Tensor) -> LayerStats:
+    payload, metadata, lower_bound, num_tokens, *expert_load = counts.tolist()
     mode = layer.dispatcher.mode
     return LayerStats(layer.layer_name, mode, payload, metadata, lower_bound, num_tokens, tuple(expert_load))

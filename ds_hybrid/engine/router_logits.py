@@ -9,7 +9,7 @@ each converted layer gets one hook of its own.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,6 +28,7 @@ def router_recorders_hidden(model: nn.Module) -> Iterator[None]:
     AutoEP's warning that it found nothing to record is kept from the log: it is what is asked for here.
     """
     recording = [module for module in model.modules() if _KEY in _recordable(module)]
+    of_instance = [vars(module).get("_can_record_outputs") for module in recording]
     for module in recording:
         visible = {key: value for key, value in _recordable(module).items() if key != _KEY}
         module._can_record_outputs = visible  # type: ignore[assignment]
@@ -36,20 +37,22 @@ def router_recorders_hidden(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         deepspeed_logger.removeFilter(_is_not_about_recorders)
-        for module in recording:
+        for module, recordable in zip(recording, of_instance, strict=True):
             del module._can_record_outputs
+            if recordable is not None:
+                module._can_record_outputs = recordable
 
 
-def record_router_logits(model: nn.Module) -> None:
-    """Let every converted layer hand its router logits to transformers' collector, where the model records any.
+def record_router_logits(model: nn.Module, layers: Iterable[HybridAutoEPLayer]) -> None:
+    """Let newly converted layers hand their router logits to transformers' collector, where the model records any.
 
     What is recorded is the router's linear output, before softmax or sigmoid, as transformers' own routers give it.
     (AutoEP gives scores for Qwen3.5, over which the model's auxiliary loss would take a second softmax.)
     """
     if not any(_KEY in _recordable(module) for module in model.modules()):
         return
-    for layer in model.modules():
-        if isinstance(layer, HybridAutoEPLayer) and layer.router_logits_capture_target != "moe_block":
+    for layer in layers:
+        if layer.router_logits_capture_target != "moe_block":
             layer.return_router_logits = False
             layer.router.gate.register_forward_hook(lambda _gate, _args, logits: _collect(logits))
 

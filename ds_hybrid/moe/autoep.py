@@ -16,15 +16,16 @@ from ds_hybrid.config import DispatchConfig
 from ds_hybrid.dispatch.choose import choose_mode, make_dispatcher
 from ds_hybrid.dispatch.collectives import RankGroup
 from ds_hybrid.dispatch.dispatcher import Dispatcher
-from ds_hybrid.dispatch.meter import Meter
+from ds_hybrid.dispatch.meter import Meter, is_recomputing
 from ds_hybrid.dispatch.routing import Routing, count_values
 from ds_hybrid.dispatch.traffic import WireShape
+from ds_hybrid.errors import ConfigError
 from ds_hybrid.moe.experts import run_experts
 from ds_hybrid.placement import ExpertPlacement
 
 
 class HybridAutoEPLayer(AutoEPMoELayer):
-    """A Hugging Face MoE block whose tokens travel through a ds_hybrid dispatcher.
+    """A Hugging Face MoE block whose tokens travel through a ds_hybrid dispatcher. Made by :meth:`adopt`.
 
     Attributes:
         layer_name: the block's name in the model, for messages and statistics.
@@ -54,8 +55,16 @@ class HybridAutoEPLayer(AutoEPMoELayer):
         return layer
 
     def set_deepspeed_parallelism(self, *args: Any, **kwargs: Any) -> None:
-        """Bind the expert-parallel group, and the dispatcher over it."""
+        """Bind the expert-parallel group, and the dispatcher over it.
+
+        Raises:
+            ConfigError: the layer is folded into tensor parallelism, or weighs rows before its experts.
+        """
         super().set_deepspeed_parallelism(*args, **kwargs)
+        if self.tp_group is not None:
+            raise ConfigError(f"{self.layer_name}: tensor parallelism with expert_parallel is not available.")
+        if self.score_apply != "post":
+            raise ConfigError(f'{self.layer_name}: expert_parallel.score_apply "{self.score_apply}" is not available.')
         mode = self._dispatch_config.mode
         if mode == "auto":
             mode = choose_mode(self._wire_shape())
@@ -68,7 +77,7 @@ class HybridAutoEPLayer(AutoEPMoELayer):
         topk_weights, topk_ids, tokens_per_expert = self.router(tokens, self.expert_bias)
         with torch.no_grad():
             self.tokens_per_expert.add_(tokens_per_expert)
-            if self.training:
+            if self.training and not is_recomputing():
                 self.expert_load.add_(count_values(topk_ids, self.num_experts))
 
         routing = Routing(topk_ids, topk_weights, self.num_experts)

@@ -65,6 +65,17 @@ def test_every_file_is_checked_and_every_problem_printed(here: Path, capsys: pyt
     ]
 
 
+def test_warnings_do_not_fail(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "x.json").write_text(json.dumps({"train_batch_size": 8}))
+    assert main(["validate", "x.json"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == "x.json: ok (dispatch auto, expert_parallel off, ZeRO stage 0)\n"
+    assert printed.err == (
+        "warning: gradient_clipping (x.json): missing, and DeepSpeed 0.19.8 then clips at 1.0. "
+        "Set it (0.0 turns clipping off).\n"
+    )
+
+
 def test_the_sizes_of_the_run_are_used(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "x.json").write_text(json.dumps({**GOOD, "expert_parallel": {"enabled": True, "autoep_size": 4}}))
     assert main(["validate", "x.json", "--world-size", "8", "--num-experts", "8"]) == 0

@@ -89,7 +89,9 @@ def dense_reference(inputs: Inputs) -> Result:
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Largest difference over the largest expected value."""
+    """Largest difference over the largest expected value; infinite when the actual values are not all finite."""
+    if not actual.isfinite().all():
+        return float("inf")
     if not expected.numel():
         return 0.0 if actual.shape == expected.shape else float("inf")
     return float((actual.double() - expected.double()).abs().max() / expected.double().abs().max().clamp_min(1e-30))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from ds_hybrid.config import NOT_YET
 from ds_hybrid.dispatch.choose import choose_mode
-from ds_hybrid.dispatch.modes import Mode
+from ds_hybrid.dispatch.modes import MODES, Mode
 from ds_hybrid.dispatch.traffic import WireShape, expected_bytes
 
 
@@ -22,6 +23,10 @@ from ds_hybrid.dispatch.traffic import WireShape, expected_bytes
 def test_choice(num_ranks: int, num_experts: int, top_k: int, expected: Mode) -> None:
     shape = WireShape(num_ranks=num_ranks, num_experts=num_experts, top_k=top_k, hidden_size=1024, value_bytes=2)
     assert choose_mode(shape) == expected
+
+
+def test_the_config_takes_every_mode() -> None:
+    assert set(NOT_YET["ds_hybrid.dispatch.mode"]) == {"auto", *MODES}
 
 
 def test_two_stage_metadata_is_small_where_rows_are_wide() -> None:

@@ -13,6 +13,9 @@ from typing import Any
 import deepspeed
 import pytest
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from deepspeed.module_inject.auto_ep_presets import base
+from deepspeed.moe.ep_experts import GroupedExperts
+from deepspeed.moe.ep_router import TokenChoiceTopKRouter
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 SOURCES = {
@@ -20,6 +23,17 @@ SOURCES = {
     "deepspeed.initialize": (deepspeed.initialize, "82505af39fb2e68e"),
     "DeepSpeedEngine._configure_expert_parallel": (DeepSpeedEngine._configure_expert_parallel, "49b464c0fc65f49e"),
     "DeepSpeedEngine.clip_fp32_gradients": (DeepSpeedEngine.clip_fp32_gradients, "c3ad53cbce68a72f"),
+    "DeepSpeedEngine._configure_distributed_model": (DeepSpeedEngine._configure_distributed_model, "a9a57b807f5eed72"),
+    "DeepSpeedEngine._take_model_step": (DeepSpeedEngine._take_model_step, "c4c6e01aa1fc4e7d"),
+    # Made by it, and used by HybridAutoEPLayer: the attributes of the layer, the router's triple, the experts' call.
+    "AutoEPMoELayer.__init__": (AutoEPMoELayer.__init__, "10cb1af357c80641"),
+    "TokenChoiceTopKRouter.forward": (TokenChoiceTopKRouter.forward, "a81b54276051d4a5"),
+    "GroupedExperts.forward": (GroupedExperts.forward, "fc98c9cb99d7d5ad"),
+    # Kept from finding anything by engine/router_logits.py, its warning with it.
+    "_retarget_transformers_output_recorders_for_modules": (
+        base._retarget_transformers_output_recorders_for_modules,
+        "3cdcb8d2369c3968",
+    ),
     "AutoEPMoELayer._forward": (AutoEPMoELayer._forward, "701de38e30c779bc"),
     "AutoEPMoELayer._finalize_output": (AutoEPMoELayer._finalize_output, "2f1e012aa0c3be4a"),
     "AutoEPMoELayer.set_deepspeed_parallelism": (AutoEPMoELayer.set_deepspeed_parallelism, "bd85913ef9cba70e"),
@@ -45,6 +59,8 @@ NAMES = [
     "deepspeed.moe.ep_experts:GroupedExperts",
     # engine/router_logits.py
     "transformers.utils.output_capturing:_active_collector",
+    # dispatch/meter.py
+    "torch:_C._current_graph_task_id",
 ]
 
 

@@ -85,8 +85,9 @@ def run(command: list[str], folder: Path, *options: str, **environment: str) -> 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """All the steps in one go, under the deepspeed launcher."""
-    return run(RUN_LOCAL, tmp_path_factory.mktemp("deepspeed") / "run", "--steps", str(NUM_STEPS))
+    """All the steps in one go, by the quickstart, under the deepspeed launcher."""
+    quickstart = [str(ROOT / "launch" / "quickstart.sh")]
+    return run(quickstart, tmp_path_factory.mktemp("deepspeed") / "run", "--steps", str(NUM_STEPS))
 
 
 @dataclass(frozen=True)

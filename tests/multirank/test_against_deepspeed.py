@@ -12,8 +12,9 @@ import pytest
 import transformers
 from packaging.version import Version
 
+from ds_hybrid.dispatch.modes import MODES, Mode
 from tests.multirank.test_presets import LOSS_TOLERANCE, spoil
-from tests.multirank.training import Run, train_hybrid, train_stock
+from tests.multirank.training import Run, largest_difference, train_hybrid, train_stock
 from tests.ranks import RankPool
 
 AUTOEP_STARTS = Version(transformers.__version__) <= Version("5.8.0")
@@ -36,7 +37,7 @@ class Losses:
 
     @property
     def difference(self) -> float:
-        return max(abs(a - b) for a, b in zip(self.ours, self.stock, strict=True))
+        return largest_difference(self.ours, self.stock)
 
 
 @pytest.mark.parametrize("model_type", STOCK_MODELS)
@@ -48,6 +49,13 @@ def test_fp32_losses(
     pool = {2: two_ranks, 4: four_ranks}[world_size]
     run = Run(model_type, zero_stage=zero_stage, ep_size=world_size, clip=0.5 if zero_stage else 0.0)
     for losses in pool.run(train_both, run):
+        assert losses.difference <= LOSS_TOLERANCE, losses
+
+
+@pytest.mark.parametrize("model_type", STOCK_MODELS)
+@pytest.mark.parametrize("mode", MODES)
+def test_every_dispatcher_with_two_replicas_of_each_expert(four_ranks: RankPool, model_type: str, mode: Mode) -> None:
+    for losses in four_ranks.run(train_both, Run(model_type, mode=mode, zero_stage=2, ep_size=2, clip=0.5)):
         assert losses.difference <= LOSS_TOLERANCE, losses
 
 

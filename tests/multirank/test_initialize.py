@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
+from deepspeed.runtime import engine as deepspeed_engine
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -19,12 +21,19 @@ from tests.multirank.models import make_model
 from tests.multirank.training import Run
 from tests.ranks import RankPool
 
+RELEASE = f"ds_hybrid {ds_hybrid.__version__}"
+
 
 def test_result_is_deepspeeds_tuple(two_ranks: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps(Run().ds_config()))
     for kinds in two_ranks.run(kinds_of_result, str(path)):
         assert kinds == ["MoEEngine", "DeepSpeedZeroOptimizer", "DeepSpeedDataLoader", "LambdaLR"]
+
+
+def test_a_dense_model_is_clipped_by_deepspeeds_own_code(two_ranks: RankPool) -> None:
+    for calls in two_ranks.run(clipping_of_dense_model):
+        assert calls == 1
 
 
 def test_every_moe_layer_is_ours_and_the_context_is_restored(two_ranks: RankPool) -> None:
@@ -54,7 +63,16 @@ def test_a_model_without_experts_trains_like_deepspeeds(two_ranks: RankPool) -> 
             "three experts groups on two ranks",
             "expert_parallel.autoep_size = 3 (ds_config): must divide world_size 2. Values that work: 1, 2.",
         ),
-        ("hybrid engine", "hybrid_engine.enabled = true: not supported by ds_hybrid. Set it to false."),
+        (
+            "hybrid engine",
+            f"hybrid_engine.enabled = true (ds_config): not available in {RELEASE}. Set it to false.",
+        ),
+        (
+            "another mode on rank 1",
+            "model.layers.0.mlp: ranks 0 and 1 differ: two_stage (guard True), 8 experts, top-3, hidden size 32 and "
+            "alltoall (guard True), 8 experts, top-3, hidden size 32. Give every host the same ds_config and the same "
+            "model.",
+        ),
     ],
 )
 def test_mistakes_raise_one_readable_error_on_every_rank(two_ranks: RankPool, case: str, message: str) -> None:
@@ -106,6 +124,20 @@ def losses_of_linear() -> tuple[float, float]:
     return losses[0], losses[-1]
 
 
+def clipping_of_dense_model() -> int:
+    """How often DeepSpeed's own clipping ran in a step."""
+    model = nn.Linear(4, 1)
+    config = {**Run(clip=0.1, zero_stage=0).ds_config(), "expert_parallel": {"enabled": False}}
+    engine, *_ = ds_hybrid.initialize(model=model, model_parameters=model.parameters(), config=config)
+    with pytest.MonkeyPatch.context() as patch:
+        calls: list[float] = []
+        patch.setattr(deepspeed_engine, "clip_grad_norm_", lambda **arguments: calls.append(arguments["max_norm"]))
+        engine.backward(engine(torch.ones(2, 4)).mean())
+        engine.step()
+    engine.destroy()
+    return len(calls)
+
+
 def message_of_mistake(case: str) -> str:
     model: Any = nn.Linear(2, 2)
     config = Run().ds_config()
@@ -120,10 +152,14 @@ def message_of_mistake(case: str) -> str:
             "model": model,
             "config": {**config, "expert_parallel": {"enabled": True, "autoep_size": 3}},
         },
+        "another mode on rank 1": {
+            "model": make_model("qwen3_moe"),
+            "config": Run(mode="alltoall" if dist.get_rank() else "two_stage").ds_config(),
+        },
         "hybrid engine": {"model": model, "config": {**config, "hybrid_engine": {"enabled": True}}},
     }[case]
     try:
         ds_hybrid.initialize(**arguments)
     except ConfigError as error:
-        return str(error)
+        return "\n".join(line for line in error.problems if not line.startswith(("ds_config:", "model.layers.1")))
     return "no error"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -69,6 +70,14 @@ class Outcome:
     parameters: dict[str, Tensor]
     norms: list[float]
 
+    def __post_init__(self) -> None:
+        assert all(map(math.isfinite, [*self.losses, *self.norms]))
+        assert all(parameter.isfinite().all() for parameter in self.parameters.values())
+
+
+def largest_difference(first: list[float], second: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(first, second, strict=True))
+
 
 def batch(step: int, rank: int, micro: int = 0, *, length: int = _LENGTH) -> Tensor:
     """[2, length] token ids, different for every step, rank and micro-batch."""
@@ -95,10 +104,15 @@ def train_plain(run: Run, num_ranks: int) -> Outcome:
     return Outcome(losses, {name: p.detach().clone() for name, p in model.named_parameters()}, norms)
 
 
+def make_engine(run: Run) -> Any:
+    """An engine of ``ds_hybrid.initialize`` over the run's model."""
+    model = _prepared(run)
+    return ds_hybrid.initialize(model=model, model_parameters=model.parameters(), config=run.ds_config())[0]
+
+
 def train_hybrid(run: Run, change: Callable[[Any], None] | None = None) -> Outcome:
     """Through ``ds_hybrid.initialize`` on the calling ranks. ``change`` may spoil the engine before it trains."""
-    model = _prepared(run)
-    engine, *_ = ds_hybrid.initialize(model=model, model_parameters=model.parameters(), config=run.ds_config())
+    engine = make_engine(run)
     if change is not None:
         change(engine)
     return _train(engine, run)
@@ -150,7 +164,7 @@ def gather_parameters(model: nn.Module) -> dict[str, Tensor]:
     for name, layer in model.named_modules():
         if not isinstance(layer, AutoEPMoELayer):
             continue
-        w1, w2, w3 = (_all_experts(parameters.pop(f"{name}.experts.{w}"), layer.ep_group) for w in ("w1", "w2", "w3"))
+        w1, w2, w3 = (all_experts(parameters.pop(f"{name}.experts.{w}"), layer.ep_group) for w in ("w1", "w2", "w3"))
         parameters[f"{name}.experts.gate_up_proj"] = torch.cat([w1, w3], 1)
         parameters[f"{name}.experts.down_proj"] = w2
         parameters[f"{name}.gate.weight"] = parameters.pop(f"{name}.router.gate.weight")
@@ -159,7 +173,8 @@ def gather_parameters(model: nn.Module) -> dict[str, Tensor]:
     return parameters
 
 
-def _all_experts(local: Tensor, group: Any) -> Tensor:
+def all_experts(local: Tensor, group: Any) -> Tensor:
+    """The experts of every rank of the group, in rank order. [E/P, ...] -> [E, ...]."""
     parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, local.contiguous(), group=group)
     return torch.cat(parts)

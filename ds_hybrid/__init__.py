@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         TopologyError,
     )
     from ds_hybrid.moe.autoep import HybridAutoEPLayer
+    from ds_hybrid.moe.layer import MoE
     from ds_hybrid.placement import ExpertPlacement
 
     __version__: str
@@ -33,6 +34,7 @@ __all__ = [
     "HybridAutoEPLayer",
     "HybridConfig",
     "HybridError",
+    "MoE",
     "MoEEngine",
     "PlacementError",
     "Routing",
@@ -50,6 +52,7 @@ _HOMES = MappingProxyType(
         "HybridAutoEPLayer": "ds_hybrid.moe.autoep",
         "HybridConfig": "ds_hybrid.config",
         "HybridError": "ds_hybrid.errors",
+        "MoE": "ds_hybrid.moe.layer",
         "MoEEngine": "ds_hybrid.engine.engine",
         "PlacementError": "ds_hybrid.errors",
         "Routing": "ds_hybrid.dispatch.routing",

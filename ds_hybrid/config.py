@@ -31,10 +31,11 @@ class DispatchConfig(_Section):
     """How tokens travel to their experts and back."""
 
     mode: Literal["auto", "alltoall", "allgather", "two_stage", "hierarchical", "replicated"] = Field(
-        default="auto", description="The dispatcher; auto chooses one from the layout and the measured routing."
+        default="auto", description="The dispatcher; auto takes the one that sends the fewest bytes."
     )
     wire_dtype: Literal["auto", "bf16", "fp8_e4m3"] = Field(
-        default="auto", description="What a value is on the wire; auto sends the dtype of the tokens."
+        default="auto",
+        description="What a value is on its way to the experts; auto sends the dtype of the tokens. Forward only.",
     )
     overlap_chunks: int = Field(
         default=1,
@@ -105,9 +106,7 @@ _Values = Mapping[str, tuple[Any, ...]]
 
 NOT_YET: Final[_Values] = MappingProxyType(
     {
-        "ds_hybrid.dispatch.mode": ("auto", "alltoall", "allgather", "two_stage"),
-        "ds_hybrid.dispatch.wire_dtype": ("auto",),
-        "ds_hybrid.dispatch.overlap_chunks": (1,),
+        "ds_hybrid.dispatch.mode": ("auto", "alltoall", "allgather", "two_stage", "hierarchical"),
         "ds_hybrid.topology.source": ("auto",),
         "ds_hybrid.topology.expert_groups": ("auto",),
         "ds_hybrid.rebalance.enabled": (False,),
@@ -192,8 +191,6 @@ def find_warnings(document: Mapping[str, Any], *, name: str) -> list[str]:
     if experts_are_parallel(document):
         rule = "has no effect with ds_hybrid's dispatchers. Remove it."
         problems += [Problem(path, rule, value) for path, value, _ in _refused(document, REPLACED)]
-    elif value_at(document, "ds_hybrid.dispatch") is not ABSENT:
-        problems += [Problem("ds_hybrid.dispatch", "has no effect while expert_parallel.enabled is not true.")]
     return [problem.line(name) for problem in problems]
 
 

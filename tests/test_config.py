@@ -93,20 +93,7 @@ def test_section_is_read_and_frozen() -> None:
         (
             {"dispatch": {"mode": "replicated"}},
             f'ds_hybrid.dispatch.mode = "replicated" (x.json): not available in {RELEASE}. '
-            'Set it to "auto", "alltoall", "allgather" or "two_stage".',
-        ),
-        (
-            {"dispatch": {"mode": "hierarchical"}},
-            f'ds_hybrid.dispatch.mode = "hierarchical" (x.json): not available in {RELEASE}. '
-            'Set it to "auto", "alltoall", "allgather" or "two_stage".',
-        ),
-        (
-            {"dispatch": {"wire_dtype": "fp8_e4m3"}},
-            f'ds_hybrid.dispatch.wire_dtype = "fp8_e4m3" (x.json): not available in {RELEASE}. Set it to "auto".',
-        ),
-        (
-            {"dispatch": {"overlap_chunks": 2}},
-            f"ds_hybrid.dispatch.overlap_chunks = 2 (x.json): not available in {RELEASE}. Set it to 1.",
+            'Set it to "auto", "alltoall", "allgather", "two_stage" or "hierarchical".',
         ),
         (
             {"topology": {"source": "a.yaml"}},
@@ -207,12 +194,11 @@ def test_autoep_options_without_effect_are_warned_of(change: dict[str, Any], mes
     assert find_warnings(document, name="x.json") == [message]
 
 
-def test_other_warnings() -> None:
-    document = {"train_micro_batch_size_per_gpu": 4, "ds_hybrid": {"dispatch": {"mode": "two_stage"}}}
+def test_missing_clipping_is_warned_of() -> None:
+    document = {"train_micro_batch_size_per_gpu": 4}
     assert find_problems(document, name="x.json") == []
     assert find_warnings(document, name="x.json") == [
         "gradient_clipping (x.json): missing, and DeepSpeed 0.19.8 then clips at 1.0. Set it (0.0 turns clipping off).",
-        "ds_hybrid.dispatch (x.json): has no effect while expert_parallel.enabled is not true.",
     ]
 
 

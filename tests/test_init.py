@@ -56,6 +56,7 @@ def test_version_is_that_of_pyproject() -> None:
         ("HybridAutoEPLayer", "moe.autoep"),
         ("HybridConfig", "config"),
         ("HybridError", "errors"),
+        ("MoE", "moe.layer"),
         ("MoEEngine", "engine.engine"),
         ("PlacementError", "errors"),
         ("Routing", "dispatch.routing"),

@@ -11,48 +11,72 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ds_hybrid.dispatch.collectives import all_gather_rows, reduce_scatter_rows
-from ds_hybrid.dispatch.gathering import GatheringDispatcher
+from ds_hybrid.dispatch.dispatcher import Dispatcher
+from ds_hybrid.dispatch.exchanges import Flight, ReduceScatterExchange
+from ds_hybrid.dispatch.gathering import gather_ids
 from ds_hybrid.dispatch.routing import Routing
 from ds_hybrid.dispatch.rows import RowMap, expand, group_by_slot, weighted_sum
+from ds_hybrid.dispatch.wire import GatherExchange
 from ds_hybrid.placement import ExpertPlacement
 
 
 @dataclass(frozen=True)
-class AllGatherState:
-    """Which gathered tokens this rank's experts worked on, with all ranks' weights [P * T_max, K]."""
+class AllGatherStarted:
+    """All ranks' tokens and weights on their way, and which of them this rank's experts will work on."""
 
+    tokens: Flight
+    weights: Flight
     pairs: RowMap
-    gathered_weights: Tensor
+    num_rows_per_slot: Tensor
     num_tokens: int
     num_rows_needed: Tensor
 
 
-class AllGatherDispatcher(GatheringDispatcher):
+@dataclass(frozen=True)
+class AllGatherState:
+    """What was started, with all ranks' weights [P * T_max, K]."""
+
+    started: AllGatherStarted
+    gathered_weights: Tensor
+
+
+class AllGatherDispatcher(Dispatcher):
     """Gathers tokens and weights, padded to the longest rank; reduce-scatters the partial sums."""
 
     mode = "allgather"
 
-    def dispatch(
-        self, tokens: Tensor, routing: Routing, placement: ExpertPlacement
-    ) -> tuple[Tensor, Tensor, AllGatherState]:
-        gathered = self.gather_routing(tokens, routing, placement)
-        own_ranks = gathered.rank_of_choice[self.group.rank, : routing.num_tokens]
-        _, num_rows_needed = self.rows_needed(own_ranks)
-        slots = gathered.local_slots(self.group.rank)
-        pairs, num_rows_per_slot = group_by_slot(slots, placement.num_slots, int((slots >= 0).sum()))
-
+    def start_dispatch(self, tokens: Tensor, routing: Routing, placement: ExpertPlacement) -> AllGatherStarted:
         self.group.meter.add_tokens(routing.num_tokens)
-        padded_tokens = _pad(self.crossing(tokens, num_rows_needed), gathered.num_padded_tokens)
-        all_tokens = all_gather_rows(padded_tokens, self.group)
-        all_weights = all_gather_rows(_pad(routing.topk_weights, gathered.num_padded_tokens), self.group)
-        state = AllGatherState(pairs, all_weights, routing.num_tokens, num_rows_needed)
-        return expand(all_tokens, pairs), num_rows_per_slot, state
+        counts = self.gather_counts(self.group, routing.num_tokens, self.facts(tokens, routing, placement))
+        all_ids = gather_ids(self.group, routing.topk_ids, counts, routing.num_experts)
+        rank, slot = self.locate(all_ids.flatten(0, 1), placement)
+        local_slot = torch.where(rank == self.group.rank, slot, -1)
+        num_pairs = int((local_slot >= 0).sum())
+        pairs, num_rows_per_slot = group_by_slot(local_slot, placement.num_slots, num_pairs)
 
-    def combine(self, expert_rows: Tensor, state: AllGatherState) -> Tensor:
-        partial_sums = weighted_sum(expert_rows, state.pairs, state.gathered_weights)
-        partial_sums = self.crossing(partial_sums, state.num_rows_needed)
-        return reduce_scatter_rows(partial_sums, self.group)[: state.num_tokens]
+        num_rows_needed = self.num_rows_needed(self.locate(routing.topk_ids, placement)[0])
+        padded_tokens = _pad(self.crossing(tokens, num_rows_needed), max(counts))
+        return AllGatherStarted(
+            GatherExchange(self.group, self.wire_dtype).depart(padded_tokens),
+            GatherExchange(self.group).depart(_pad(routing.topk_weights, max(counts))),
+            pairs,
+            num_rows_per_slot,
+            routing.num_tokens,
+            num_rows_needed,
+        )
+
+    def finish_dispatch(self, started: AllGatherStarted) -> tuple[Tensor, Tensor, AllGatherState]:
+        (tokens,), (weights,) = started.tokens.arrive(), started.weights.arrive()
+        return expand(tokens, started.pairs), started.num_rows_per_slot, AllGatherState(started, weights)
+
+    def start_combine(self, expert_rows: Tensor, state: AllGatherState) -> Flight:
+        partial_sums = weighted_sum(expert_rows, state.started.pairs, state.gathered_weights)
+        partial_sums = self.crossing(partial_sums, state.started.num_rows_needed)
+        return ReduceScatterExchange(self.group).depart(partial_sums)
+
+    def finish_combine(self, flight: Flight, state: AllGatherState) -> Tensor:
+        (total,) = flight.arrive()
+        return total[: state.started.num_tokens]
 
 
 def _pad(rows: Tensor, num_rows: int) -> Tensor:

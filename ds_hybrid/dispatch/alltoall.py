@@ -7,23 +7,33 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ds_hybrid.dispatch.collectives import all_to_all_rows
 from ds_hybrid.dispatch.dispatcher import Dispatcher
+from ds_hybrid.dispatch.exchanges import Flight, RowsExchange
 from ds_hybrid.dispatch.routing import Routing, count_values
 from ds_hybrid.dispatch.rows import RowMap, expand, group_by_slot, weighted_sum
+from ds_hybrid.dispatch.wire import WeightedRowsExchange
 from ds_hybrid.placement import ExpertPlacement
 
 
 @dataclass(frozen=True)
-class AllToAllState:
-    """How the rows of one call were sent, received and sorted."""
+class AllToAllStarted:
+    """Rows on their way to the experts; ``counts`` [P, E/P] is how many come from each rank for each local slot."""
 
+    flight: Flight
+    counts: Tensor
     sent: RowMap
-    received: RowMap
     send_counts: list[int]
     receive_counts: list[int]
     topk_weights: Tensor
     num_rows_needed: Tensor
+
+
+@dataclass(frozen=True)
+class AllToAllState:
+    """How the rows of one call were sent, and how they were sorted when they arrived."""
+
+    started: AllToAllStarted
+    arrived: RowMap
 
 
 class AllToAllDispatcher(Dispatcher):
@@ -31,12 +41,10 @@ class AllToAllDispatcher(Dispatcher):
 
     mode = "alltoall"
 
-    def dispatch(
-        self, tokens: Tensor, routing: Routing, placement: ExpertPlacement
-    ) -> tuple[Tensor, Tensor, AllToAllState]:
+    def start_dispatch(self, tokens: Tensor, routing: Routing, placement: ExpertPlacement) -> AllToAllStarted:
+        self.group.meter.add_tokens(routing.num_tokens)
         num_slots = placement.num_slots
         rank, slot = self.locate(routing.topk_ids, placement)
-        _, num_rows_needed = self.rows_needed(rank)
         place = (rank * num_slots + slot).reshape(-1)
         sent = RowMap.of(torch.argsort(place, stable=True), routing.num_tokens, routing.top_k)
 
@@ -48,17 +56,33 @@ class AllToAllDispatcher(Dispatcher):
         send_counts, receive_counts = torch.stack([counts.sum(1), received_counts.sum(1)]).tolist()
         self.check(received[:, num_slots:].tolist())
 
-        self.group.meter.add_tokens(routing.num_tokens)
+        num_rows_needed = self.num_rows_needed(rank)
         rows = expand(self.crossing(tokens, num_rows_needed), sent)
-        rows = all_to_all_rows(rows, self.group, send_counts, receive_counts)
+        no_weights = routing.topk_weights.new_empty((len(rows), 0))
+        exchange = WeightedRowsExchange(self.group, send_counts, receive_counts, self.wire_dtype)
+        return AllToAllStarted(
+            exchange.depart(rows, no_weights),
+            received_counts,
+            sent,
+            send_counts,
+            receive_counts,
+            routing.topk_weights,
+            num_rows_needed,
+        )
 
+    def finish_dispatch(self, started: AllToAllStarted) -> tuple[Tensor, Tensor, AllToAllState]:
+        rows, _ = started.flight.arrive()
+        num_slots = started.counts.shape[1]
         slots = torch.arange(num_slots, device=rows.device).repeat(self.group.size)
-        slot_of_row = slots.repeat_interleave(received_counts.reshape(-1), output_size=len(rows))
+        slot_of_row = slots.repeat_interleave(started.counts.reshape(-1), output_size=len(rows))
         arrived, num_rows_per_slot = group_by_slot(slot_of_row[:, None], num_slots, len(rows))
-        state = AllToAllState(sent, arrived, send_counts, receive_counts, routing.topk_weights, num_rows_needed)
-        return expand(rows, arrived), num_rows_per_slot, state
+        return expand(rows, arrived), num_rows_per_slot, AllToAllState(started, arrived)
 
-    def combine(self, expert_rows: Tensor, state: AllToAllState) -> Tensor:
-        rows = self.crossing(weighted_sum(expert_rows, state.received), state.num_rows_needed)
-        rows = all_to_all_rows(rows, self.group, state.receive_counts, state.send_counts)
-        return weighted_sum(rows, state.sent, state.topk_weights)
+    def start_combine(self, expert_rows: Tensor, state: AllToAllState) -> Flight:
+        started = state.started
+        rows = self.crossing(weighted_sum(expert_rows, state.arrived), started.num_rows_needed)
+        return RowsExchange(self.group, started.receive_counts, started.send_counts).depart(rows)
+
+    def finish_combine(self, flight: Flight, state: AllToAllState) -> Tensor:
+        (rows,) = flight.arrive()
+        return weighted_sum(rows, state.started.sent, state.started.topk_weights)

@@ -6,18 +6,38 @@ from ds_hybrid.dispatch.allgather import AllGatherDispatcher
 from ds_hybrid.dispatch.alltoall import AllToAllDispatcher
 from ds_hybrid.dispatch.collectives import RankGroup
 from ds_hybrid.dispatch.dispatcher import Dispatcher
-from ds_hybrid.dispatch.modes import MODES, Mode
+from ds_hybrid.dispatch.hierarchical import HierarchicalDispatcher, NodeGroups
+from ds_hybrid.dispatch.modes import MODES, Mode, WireDtype
+from ds_hybrid.dispatch.replicated import ReplicatedDispatcher
 from ds_hybrid.dispatch.traffic import WireShape, expected_bytes
 from ds_hybrid.dispatch.two_stage import TwoStageDispatcher
+from ds_hybrid.errors import DispatchError
 
 _DISPATCHERS: dict[Mode, type[Dispatcher]] = {
-    dispatcher.mode: dispatcher for dispatcher in (AllToAllDispatcher, AllGatherDispatcher, TwoStageDispatcher)
+    dispatcher.mode: dispatcher
+    for dispatcher in (AllToAllDispatcher, AllGatherDispatcher, TwoStageDispatcher, ReplicatedDispatcher)
 }
 
 
-def make_dispatcher(mode: Mode, group: RankGroup, *, layer: str, guard: bool) -> Dispatcher:
-    """The dispatcher of that name over ``group``."""
-    return _DISPATCHERS[mode](group, layer=layer, guard=guard)
+def make_dispatcher(
+    mode: Mode,
+    group: RankGroup,
+    *,
+    layer: str,
+    guard: bool,
+    wire_dtype: WireDtype = "auto",
+    nodes: NodeGroups | None = None,
+) -> Dispatcher:
+    """The dispatcher of that name over ``group``. ``hierarchical`` also takes the ``nodes`` of the group.
+
+    Raises:
+        DispatchError: ``hierarchical`` without nodes.
+    """
+    if mode == "hierarchical":
+        if nodes is None:
+            raise DispatchError(f'{layer}: mode "hierarchical" needs an expert-parallel group that spans nodes.')
+        return HierarchicalDispatcher(group, nodes, layer=layer, guard=guard, wire_dtype=wire_dtype)
+    return _DISPATCHERS[mode](group, layer=layer, guard=guard, wire_dtype=wire_dtype)
 
 
 def choose_mode(shape: WireShape) -> Mode:

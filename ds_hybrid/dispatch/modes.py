@@ -1,6 +1,13 @@
-"""The dispatchers by name."""
+"""The dispatchers, and what a value may be on the wire, by name."""
 
 from typing import Literal
 
-Mode = Literal["alltoall", "allgather", "two_stage"]
+Mode = Literal["alltoall", "allgather", "two_stage", "hierarchical", "replicated"]
+
 MODES: tuple[Mode, ...] = ("alltoall", "allgather", "two_stage")
+"""Those that need only an expert-parallel group: ``hierarchical`` needs its nodes, ``replicated`` the same tokens."""
+
+WireDtype = Literal["auto", "bf16", "fp8_e4m3"]
+
+FP8_BLOCK = 128
+"""Values of a row that share one float32 scale in fp8."""

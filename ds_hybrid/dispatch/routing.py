@@ -41,9 +41,9 @@ class Routing:
 
 
 def ranks_needed(rank_of_choice: Tensor, num_ranks: int) -> Tensor:
-    """Which ranks need which token. [T, K] ranks -> [T, P] bool, true where a choice of the token lies on the rank."""
-    needed = rank_of_choice.new_zeros((rank_of_choice.shape[0], num_ranks), dtype=torch.bool)
-    return needed.scatter_(1, rank_of_choice, True)
+    """Which ranks need which token. [T, K] ranks, -1 for none -> [T, P] bool, true where a choice lies on the rank."""
+    needed = rank_of_choice.new_zeros((rank_of_choice.shape[0], num_ranks + 1), dtype=torch.bool)
+    return needed.scatter_(1, rank_of_choice % (num_ranks + 1), True)[:, :num_ranks]
 
 
 def count_values(values: Tensor, num_values: int) -> Tensor:

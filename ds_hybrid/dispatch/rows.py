@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding_bag
 
 from ds_hybrid.dispatch.routing import count_values
 
@@ -21,17 +22,28 @@ class RowMap:
 
     Attributes:
         cell_of_row: [R] int64, t * M + m, all different.
-        row_of_cell: [T, M] int64, -1 where no row stands for the cell.
+        rows_by_cell: [R] int64, the rows in the order of their cells.
+        first_of_token: [T] int64, where each token's rows begin in ``rows_by_cell``.
+        num_copies: M.
     """
 
     cell_of_row: Tensor
-    row_of_cell: Tensor
+    rows_by_cell: Tensor
+    first_of_token: Tensor
+    num_copies: int
 
     @classmethod
     def of(cls, cell_of_row: Tensor, num_tokens: int, num_copies: int) -> RowMap:
         row_of_cell = cell_of_row.new_full((num_tokens * num_copies,), -1)
         row_of_cell[cell_of_row] = torch.arange(len(cell_of_row), device=cell_of_row.device)
-        return cls(cell_of_row, row_of_cell.view(num_tokens, num_copies))
+        is_used = row_of_cell >= 0
+        used_cells = is_used.nonzero_static(size=len(cell_of_row))[:, 0]
+        rows_of_token = is_used.view(num_tokens, num_copies).sum(1)
+        return cls(cell_of_row, row_of_cell[used_cells], rows_of_token.cumsum(0) - rows_of_token, num_copies)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.first_of_token)
 
 
 def group_by_slot(slot_of_cell: Tensor, num_slots: int, num_rows: int) -> tuple[RowMap, Tensor]:
@@ -51,7 +63,7 @@ def group_by_slot(slot_of_cell: Tensor, num_slots: int, num_rows: int) -> tuple[
 
 def expand(tokens: Tensor, rows: RowMap) -> Tensor:
     """Copy tokens to rows. [T, H] -> [R, H]; backward adds the rows of a token (in float32, rounded once)."""
-    return _Expand.apply(tokens, rows.cell_of_row, rows.row_of_cell)
+    return _Expand.apply(tokens, rows.cell_of_row, rows.rows_by_cell, rows.first_of_token, rows.num_copies)
 
 
 def weighted_sum(values: Tensor, rows: RowMap, weights: Tensor | None = None) -> Tensor:
@@ -65,53 +77,77 @@ def weighted_sum(values: Tensor, rows: RowMap, weights: Tensor | None = None) ->
         [T, H] in the dtype of ``values``; the sum runs over m = 0, 1, ... in float32 (float64 for float64) and is
         rounded once. A token without rows is 0.
     """
-    return _WeightedSum.apply(values, weights, rows.cell_of_row, rows.row_of_cell)
+    if weights is None:
+        return _Sum.apply(values, rows.cell_of_row, rows.rows_by_cell, rows.first_of_token, rows.num_copies)
+    return _WeightedSum.apply(values, weights, rows.cell_of_row, rows.rows_by_cell, rows.first_of_token)
 
 
 class _Expand(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, cell_of_row: Tensor, row_of_cell: Tensor) -> Tensor:
-        ctx.save_for_backward(row_of_cell)
-        return tokens.index_select(0, cell_of_row // row_of_cell.shape[1])
+    def forward(
+        ctx: Any, tokens: Tensor, cell_of_row: Tensor, rows_by_cell: Tensor, first_of_token: Tensor, num_copies: int
+    ) -> Tensor:
+        ctx.num_copies = num_copies
+        ctx.save_for_backward(rows_by_cell, first_of_token)
+        return tokens.index_select(0, cell_of_row // num_copies)
 
     @staticmethod
-    def backward(ctx: Any, grad_rows: Tensor) -> tuple[Tensor, None, None]:
-        (row_of_cell,) = ctx.saved_tensors
-        return _sum_rows(grad_rows, row_of_cell, None), None, None
+    def backward(ctx: Any, grad_rows: Tensor) -> tuple[Tensor, None, None, None, None]:
+        rows_by_cell, first_of_token = ctx.saved_tensors
+        return _sum_rows(grad_rows, rows_by_cell, first_of_token, ctx.num_copies), None, None, None, None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, values: Tensor, cell_of_row: Tensor, rows_by_cell: Tensor, first_of_token: Tensor, num_copies: int
+    ) -> Tensor:
+        ctx.num_copies = num_copies
+        ctx.save_for_backward(cell_of_row)
+        return _sum_rows(values, rows_by_cell, first_of_token, num_copies)
+
+    @staticmethod
+    def backward(ctx: Any, grad_tokens: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (cell_of_row,) = ctx.saved_tensors
+        return grad_tokens.index_select(0, cell_of_row // ctx.num_copies), None, None, None, None
 
 
 class _WeightedSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, weights: Tensor | None, cell_of_row: Tensor, row_of_cell: Tensor) -> Tensor:
-        ctx.num_copies = row_of_cell.shape[1]
-        ctx.save_for_backward(cell_of_row, *(() if weights is None else (values, weights)))
-        return _sum_rows(values, row_of_cell, weights)
+    def forward(
+        ctx: Any, values: Tensor, weights: Tensor, cell_of_row: Tensor, rows_by_cell: Tensor, first_of_token: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(values, weights, cell_of_row)
+        weight_of_row = weights.reshape(-1).index_select(0, cell_of_row)
+        weights_by_cell = weight_of_row.index_select(0, rows_by_cell)
+        return _sum_rows(values, rows_by_cell, first_of_token, weights.shape[1], weights_by_cell)
 
     @staticmethod
-    def backward(ctx: Any, grad_tokens: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        cell_of_row, *weighted = ctx.saved_tensors
-        grad_rows = grad_tokens.index_select(0, cell_of_row // ctx.num_copies)
-        if not weighted:
-            return grad_rows, None, None, None
-        values, weights = weighted
-        exact = grad_rows.to(_sum_dtype(values))
+    def backward(ctx: Any, grad_tokens: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        values, weights, cell_of_row = ctx.saved_tensors
+        grad_rows = grad_tokens.index_select(0, cell_of_row // weights.shape[1]).to(_sum_dtype(values))
         grad_weights = torch.zeros_like(weights).view(-1)
-        grad_weights[cell_of_row] = (exact * values).sum(1).to(weights.dtype)
+        grad_weights[cell_of_row] = (grad_rows * values).sum(1).to(weights.dtype)
         weight_of_row = weights.reshape(-1).index_select(0, cell_of_row)
-        return (exact * weight_of_row[:, None]).to(values.dtype), grad_weights.view_as(weights), None, None
+        grad_values = grad_rows.mul_(weight_of_row[:, None]).to(values.dtype)
+        return grad_values, grad_weights.view_as(weights), None, None, None
 
 
-def _sum_rows(values: Tensor, row_of_cell: Tensor, weights: Tensor | None) -> Tensor:
-    if weights is None and row_of_cell.shape == (len(values), 1):
-        return values.index_select(0, row_of_cell[:, 0])
-    total = values.new_zeros((row_of_cell.shape[0], values.shape[1]), dtype=_sum_dtype(values))
-    if len(values):
-        for copy in range(row_of_cell.shape[1]):
-            row = row_of_cell[:, copy]
-            part = values.index_select(0, row.clamp_min(0)).to(total.dtype)
-            if weights is not None:
-                part = part * weights[:, copy, None]
-            total += part.masked_fill_((row < 0)[:, None], 0)
+def _sum_rows(
+    values: Tensor,
+    rows_by_cell: Tensor,
+    first_of_token: Tensor,
+    num_copies: int,
+    weights_by_cell: Tensor | None = None,
+) -> Tensor:
+    num_tokens = len(first_of_token)
+    if weights_by_cell is None and num_copies == 1 and len(values) == num_tokens:
+        return values.index_select(0, rows_by_cell)
+    if not len(values):
+        return values.new_zeros((num_tokens, values.shape[1]))
+    exact = values.to(_sum_dtype(values))
+    weights = None if weights_by_cell is None else weights_by_cell.to(exact.dtype)
+    total = embedding_bag(rows_by_cell, exact, first_of_token, mode="sum", per_sample_weights=weights)
     return total.to(values.dtype)
 
 

@@ -24,26 +24,32 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.tensor_parallel.init_utils import merge_tp_model_init_into_config
-from deepspeed.utils import log_dist
+from deepspeed.utils import groups, log_dist
 from torch import Tensor, nn
 
 from ds_hybrid.config import HybridConfig, find_warnings, load, read_document
 from ds_hybrid.engine.agreement import compare_ranks
 from ds_hybrid.engine.clipping import clip_gradients
+from ds_hybrid.engine.groups import make_node_groups
+from ds_hybrid.engine.parameter_groups import split_groups, split_optimizer
 from ds_hybrid.engine.router_logits import record_router_logits, router_recorders_hidden
 from ds_hybrid.engine.versions import untested_versions
 from ds_hybrid.errors import ConfigError
 from ds_hybrid.moe.autoep import HybridAutoEPLayer
+from ds_hybrid.moe.correction_bias import update_correction_biases
+from ds_hybrid.moe.layer import MoE
 from ds_hybrid.observe.stats import LayerStats, MoEStats
 
 
 class MoEEngine(DeepSpeedEngine):
-    """DeepSpeed's engine whose converted MoE layers dispatch through ds_hybrid.
+    """DeepSpeed's engine whose MoE layers, converted or explicit, dispatch through ds_hybrid.
 
     Args:
         hybrid_config: the checked ``ds_hybrid`` section.
         kwargs: what ``DeepSpeedEngine`` takes.
     """
+
+    has_moe_layers: bool
 
     def __init__(self, *, hybrid_config: HybridConfig, **kwargs: Any) -> None:
         self.hybrid_config = hybrid_config
@@ -52,15 +58,53 @@ class MoEEngine(DeepSpeedEngine):
     def _configure_expert_parallel(self, model: nn.Module, collect_sources: bool | None = None) -> Any:
         with router_recorders_hidden(model):
             sources = super()._configure_expert_parallel(model, collect_sources)
+        dispatch = self.hybrid_config.dispatch
+        converted = {name: layer for name, layer in model.named_modules() if type(layer) is AutoEPMoELayer}
+        node_groups = None
+        if converted and dispatch.mode == "hierarchical":
+            node_groups = make_node_groups(
+                groups._get_expert_parallel_group(next(iter(converted.values())).ep_group_name)
+            )
         adopted = [
-            HybridAutoEPLayer.adopt(layer, name=name, dispatch=self.hybrid_config.dispatch)
-            for name, layer in model.named_modules()
-            if type(layer) is AutoEPMoELayer
+            HybridAutoEPLayer.adopt(layer, name=name, dispatch=dispatch, node_groups=node_groups)
+            for name, layer in converted.items()
         ]
         record_router_logits(model, adopted)
+        for name, layer in model.named_modules():
+            if isinstance(layer, MoE):
+                layer.configure(name=name, dispatch=dispatch)
+                if self.zero_optimization_partition_weights():
+                    raise ConfigError(
+                        f"zero_optimization.stage = 3: {name or 'the model'} is a ds_hybrid.MoE, which DeepSpeed "
+                        "trains with stages 0, 1 and 2."
+                    )
         if self._config.expert_parallel_config.enabled and not adopted:
             log_dist("ds_hybrid: the model has no MoE layer that AutoEP knows", ranks=[0], level=logging.WARNING)
         return sources
+
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: list[Any]) -> None:
+        if self.has_moe_layers:
+            partitioned = self.zero_optimization()
+            if isinstance(client_optimizer, torch.optim.Optimizer):
+                split_optimizer(client_optimizer, self.client_lr_scheduler, trainable_only=partitioned)
+            else:
+                model_parameters = split_groups(model_parameters, trainable_only=partitioned).groups
+        super()._configure_optimizer(client_optimizer, model_parameters)
+
+    def _configure_zero_optimizer(self, optimizer: Any) -> Any:
+        # DeepSpeed's ZeRO refuses a model with MoE layers none of whose experts train.
+        has_moe_layers = self.has_moe_layers
+        if optimizer is not None and not any(group.get("moe") for group in optimizer.param_groups):
+            self.has_moe_layers = False
+        try:
+            return super()._configure_zero_optimizer(optimizer)
+        finally:
+            self.has_moe_layers = has_moe_layers
+
+    def _take_model_step(self, lr_kwargs: Any) -> None:
+        super()._take_model_step(lr_kwargs)
+        gates = [layer.deepspeed_moe.gate for layer in self.module.modules() if isinstance(layer, MoE)]
+        update_correction_biases(gates, apply=self._step_applied)
 
     def clip_fp32_gradients(self) -> None:
         """Clip by the norm of the whole model, experts of all ranks included."""
@@ -69,9 +113,10 @@ class MoEEngine(DeepSpeedEngine):
         else:
             super().clip_fp32_gradients()
 
-    def moe_layers_by_name(self) -> dict[str, HybridAutoEPLayer]:
-        """The converted MoE layers in model order."""
-        return {layer.layer_name: layer for layer in self.module.modules() if isinstance(layer, HybridAutoEPLayer)}
+    def moe_layers_by_name(self) -> dict[str, HybridAutoEPLayer | MoE]:
+        """The MoE layers in model order, converted and explicit ones."""
+        layers = (layer for layer in self.module.modules() if isinstance(layer, HybridAutoEPLayer | MoE))
+        return {layer.layer_name: layer for layer in layers}
 
     def moe_stats(self) -> MoEStats:
         """Traffic and load of every MoE layer since the previous call, summed over all ranks. All ranks call it.
@@ -188,7 +233,7 @@ def _facts(document: Mapping[str, Any], engine: MoEEngine) -> dict[str, str]:
     return {"ds_config": f"checksum {zlib.crc32(text.encode()):08x}", **layers}
 
 
-def _take_counts(layer: HybridAutoEPLayer) -> Tensor:
+def _take_counts(layer: HybridAutoEPLayer | MoE) -> Tensor:
     """Payload, metadata, lower bound, tokens, and the load of each expert; starts the layer's counters anew."""
     sent = layer.meter.read()
     layer.meter.clear()
@@ -197,7 +242,7 @@ def _take_counts(layer: HybridAutoEPLayer) -> Tensor:
     return torch.cat([load.new_tensor([sent.payload, sent.metadata, sent.lower_bound, sent.num_tokens]), load])
 
 
-def _stats_of(layer: HybridAutoEPLayer, counts: Tensor) -> LayerStats:
+def _stats_of(layer: HybridAutoEPLayer | MoE, counts: Tensor) -> LayerStats:
     payload, metadata, lower_bound, num_tokens, *expert_load = counts.tolist()
     mode = layer.dispatcher.mode
     return LayerStats(layer.layer_name, mode, payload, metadata, lower_bound, num_tokens, tuple(expert_load))

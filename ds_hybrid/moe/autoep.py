@@ -6,6 +6,7 @@ clips and saves its parameters. Between its router and its output tail runs one 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from ds_hybrid.config import DispatchConfig
 from ds_hybrid.dispatch.choose import choose_mode, make_dispatcher
 from ds_hybrid.dispatch.collectives import RankGroup
 from ds_hybrid.dispatch.dispatcher import Dispatcher
+from ds_hybrid.dispatch.hierarchical import NodeGroups, NodeProcessGroups
 from ds_hybrid.dispatch.meter import Meter, is_recomputing
+from ds_hybrid.dispatch.overlap import run_in_chunks
 from ds_hybrid.dispatch.routing import Routing, count_values
 from ds_hybrid.dispatch.traffic import WireShape
 from ds_hybrid.errors import ConfigError
@@ -41,13 +44,26 @@ class HybridAutoEPLayer(AutoEPMoELayer):
     expert_load: Tensor
 
     @classmethod
-    def adopt(cls, layer: AutoEPMoELayer, *, name: str, dispatch: DispatchConfig) -> HybridAutoEPLayer:
-        """Turn a converted layer into ours in place: its parameters, marks and hooks stay what they are."""
+    def adopt(
+        cls,
+        layer: AutoEPMoELayer,
+        *,
+        name: str,
+        dispatch: DispatchConfig,
+        node_groups: NodeProcessGroups | None = None,
+    ) -> HybridAutoEPLayer:
+        """Turn a converted layer into ours in place: its parameters, marks and hooks stay what they are.
+
+        Args:
+            name: of the layer in the model.
+            node_groups: the expert-parallel group cut by nodes; mode ``hierarchical`` needs it.
+        """
         layer.__class__ = cls
         layer.layer_name = name
         layer.placement = ExpertPlacement.contiguous(layer.num_experts, layer.ep_size)
         layer.meter = Meter()
         layer._dispatch_config = dispatch
+        layer._node_groups = node_groups
         # An integer buffer: DeepSpeed would cast a floating-point one to bf16, which stops counting at 256.
         load = torch.zeros(layer.num_experts, dtype=torch.int64, device=layer.tokens_per_expert.device)
         layer.register_buffer("expert_load", load, persistent=False)
@@ -68,8 +84,14 @@ class HybridAutoEPLayer(AutoEPMoELayer):
         mode = self._dispatch_config.mode
         if mode == "auto":
             mode = choose_mode(self._wire_shape())
-        group = RankGroup(self.ep_group, self.meter)
-        self.dispatcher = make_dispatcher(mode, group, layer=self.layer_name, guard=self._dispatch_config.guard)
+        self.dispatcher = make_dispatcher(
+            mode,
+            RankGroup(self.ep_group, self.meter),
+            layer=self.layer_name,
+            guard=self._dispatch_config.guard,
+            wire_dtype=self._dispatch_config.wire_dtype,
+            nodes=self._nodes(),
+        )
 
     def _forward(self, hidden_states: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         hidden_size = hidden_states.shape[-1]
@@ -81,10 +103,21 @@ class HybridAutoEPLayer(AutoEPMoELayer):
                 self.expert_load.add_(count_values(topk_ids, self.num_experts))
 
         routing = Routing(topk_ids, topk_weights, self.num_experts)
-        rows, num_rows_per_slot, state = self.dispatcher.dispatch(tokens, routing, self.placement)
-        expert_rows = run_experts(self.experts, rows, num_rows_per_slot)
-        output = self.dispatcher.combine(expert_rows, state).view(hidden_states.shape)
-        return self._finalize_output(output, tokens, hidden_states, hidden_size)
+        output = run_in_chunks(
+            self.dispatcher,
+            tokens,
+            routing,
+            self.placement,
+            partial(run_experts, self.experts),
+            num_chunks=self._dispatch_config.overlap_chunks,
+        )
+        return self._finalize_output(output.view(hidden_states.shape), tokens, hidden_states, hidden_size)
+
+    def _nodes(self) -> NodeGroups | None:
+        cut = self._node_groups
+        if cut is None:
+            return None
+        return NodeGroups(cut.node_of_rank, RankGroup(cut.across, self.meter), RankGroup(cut.inside, self.meter))
 
     def _wire_shape(self) -> WireShape:
         return WireShape(
@@ -93,4 +126,5 @@ class HybridAutoEPLayer(AutoEPMoELayer):
             top_k=self.top_k,
             hidden_size=self.hidden_size,
             value_bytes=self.experts.w1.element_size(),
+            wire_dtype=self._dispatch_config.wire_dtype,
         )

@@ -26,7 +26,7 @@ def test_choice(num_ranks: int, num_experts: int, top_k: int, expected: Mode) ->
 
 
 def test_the_config_takes_every_mode() -> None:
-    assert set(NOT_YET["ds_hybrid.dispatch.mode"]) == {"auto", *MODES}
+    assert set(NOT_YET["ds_hybrid.dispatch.mode"]) == {"auto", *MODES, "hierarchical"}
 
 
 def test_two_stage_metadata_is_small_where_rows_are_wide() -> None:

@@ -23,9 +23,12 @@ def normal(*shape: int) -> Tensor:
 
 
 def test_a_row_map_is_its_own_inverse(rows: RowMap) -> None:
-    flat = rows.row_of_cell.reshape(-1)
-    assert flat[rows.cell_of_row].tolist() == list(range(12))
-    assert (flat >= 0).sum() == 12
+    assert rows.cell_of_row[rows.rows_by_cell].tolist() == sorted(rows.cell_of_row.tolist())
+    ends = [*rows.first_of_token.tolist(), 12][1:]
+    for token, (first, end) in enumerate(zip(rows.first_of_token.tolist(), ends, strict=True)):
+        cells = rows.cell_of_row[rows.rows_by_cell[first:end]]
+        assert (cells // NUM_COPIES == token).all()
+    assert rows.num_tokens == NUM_TOKENS
 
 
 def test_expand_and_sum_are_adjoint(rows: RowMap) -> None:
@@ -67,5 +70,6 @@ def test_group_by_slot_sorts_by_slot_then_cell() -> None:
     slots = torch.tensor([[2, -1], [0, 2], [-1, -1], [2, 0]])
     rows, counts = group_by_slot(slots, num_slots=4, num_rows=5)
     assert rows.cell_of_row.tolist() == [2, 7, 0, 3, 6]
-    assert rows.row_of_cell.tolist() == [[2, -1], [0, 3], [-1, -1], [4, 1]]
+    assert rows.rows_by_cell.tolist() == [2, 0, 3, 4, 1]
+    assert rows.first_of_token.tolist() == [0, 1, 3, 3]
     assert counts.tolist() == [2, 0, 3, 0]

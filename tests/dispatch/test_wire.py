@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from ds_hybrid.dispatch.collectives import RankGroup
+from ds_hybrid.dispatch.collectives import RankGroup, Transfer
 from ds_hybrid.dispatch.meter import Meter
-from ds_hybrid.dispatch.wire import exchange_weighted_rows
+from ds_hybrid.dispatch.wire import WeightedRowsExchange, decode, encode
 
 
 class Loopback(RankGroup):
@@ -19,9 +19,9 @@ class Loopback(RankGroup):
         self.size, self.rank, self.meter = 2, 0, Meter()
         self.sent: list[torch.Tensor] = []
 
-    def _all_to_all(self, rows: torch.Tensor, *_: Any) -> torch.Tensor:
+    def _all_to_all(self, rows: torch.Tensor, *_: Any) -> Transfer:
         self.sent.append(rows)
-        return rows.clone()
+        return Transfer(None, rows.clone)
 
 
 @pytest.mark.parametrize("num_rows", [0, 5])
@@ -31,7 +31,7 @@ def test_round_trip_is_exact(dtype: torch.dtype, num_rows: int) -> None:
     rows = torch.randn(num_rows, 6).to(dtype).requires_grad_()
     weights = torch.rand(num_rows, 3).to(torch.promote_types(dtype, torch.float32)).requires_grad_()
     counts = [num_rows - 1, 1] if num_rows else [0, 0]
-    got_rows, got_weights = exchange_weighted_rows(rows, weights, group, counts, counts)
+    got_rows, got_weights = WeightedRowsExchange(group, counts, counts).run(rows, weights)
     assert torch.equal(got_rows, rows)
     assert torch.equal(got_weights, weights)
     assert group.sent[0].dtype == torch.uint8
@@ -49,7 +49,42 @@ def test_weights_whose_bits_look_like_nan_do_not_alarm_autograd() -> None:
     weights = bits.view(torch.float32).requires_grad_()
     assert weights.detach().view(torch.bfloat16).isnan().any()
     with torch.autograd.set_detect_anomaly(True):
-        got_rows, got_weights = exchange_weighted_rows(rows, weights, Loopback(), [1, 0], [1, 0])
+        got_rows, got_weights = WeightedRowsExchange(Loopback(), [1, 0], [1, 0]).run(rows, weights)
         torch.autograd.backward([got_rows, got_weights], [torch.ones_like(got_rows), weights.detach().clone()])
     assert weights.grad is not None
     assert torch.equal(weights.grad, weights)
+
+
+@pytest.mark.parametrize("num_rows", [0, 7])
+@pytest.mark.parametrize("hidden_size", [128, 200, 5])
+def test_fp8_is_close_in_every_block(num_rows: int, hidden_size: int) -> None:
+    rows = torch.randn(num_rows, hidden_size) * torch.logspace(-6, 6, hidden_size)
+    wire = encode(rows, "fp8_e4m3")
+    assert wire.shape == (num_rows, hidden_size + 4 * -(-hidden_size // 128))
+    back = decode(wire, hidden_size, torch.float32, "fp8_e4m3")
+    for block, exact in zip(back.split(128, 1), rows.split(128, 1), strict=True):
+        # e4m3 has three bits after the point: half a step is 1/16 of a value, and 2**-10 of 448 where values are small.
+        bound = torch.maximum(exact.abs() / 16, exact.abs().amax(1, keepdim=True) * 2**-10 / 448)
+        assert ((block - exact).abs() <= bound).all()
+
+
+def test_fp8_of_zeros_tiny_values_and_values_that_are_not_finite() -> None:
+    rows = torch.ones(4, 256)
+    rows[0] = 0.0
+    rows[1] = 1e-44
+    rows[2, 3] = float("inf")
+    rows[3, 200] = float("nan")
+    back = decode(encode(rows, "fp8_e4m3"), 256, torch.float32, "fp8_e4m3")
+    assert back[:2].abs().max() <= 1e-43
+    assert back[2, :128].isnan().all()
+    assert torch.equal(back[2, 128:], torch.ones(128))
+    assert torch.equal(back[3, :128], torch.ones(128))
+    assert back[3, 128:].isnan().all()
+
+
+def test_a_block_that_was_rounded_before_stays_as_it_is() -> None:
+    """So a second hop adds no error."""
+    rows = torch.randn(5, 300)
+    once = decode(encode(rows, "fp8_e4m3"), 300, torch.float32, "fp8_e4m3")
+    twice = decode(encode(once, "fp8_e4m3"), 300, torch.float32, "fp8_e4m3")
+    torch.testing.assert_close(twice, once, rtol=1e-6, atol=0)

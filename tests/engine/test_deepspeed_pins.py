@@ -16,7 +16,10 @@ from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.module_inject.auto_ep_presets import base
 from deepspeed.moe.ep_experts import GroupedExperts
 from deepspeed.moe.ep_router import TokenChoiceTopKRouter
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 SOURCES = {
     # engine.initialize repeats the first; MoEEngine and HybridAutoEPLayer override the others.
@@ -25,6 +28,21 @@ SOURCES = {
     "DeepSpeedEngine.clip_fp32_gradients": (DeepSpeedEngine.clip_fp32_gradients, "c3ad53cbce68a72f"),
     "DeepSpeedEngine._configure_distributed_model": (DeepSpeedEngine._configure_distributed_model, "a9a57b807f5eed72"),
     "DeepSpeedEngine._take_model_step": (DeepSpeedEngine._take_model_step, "c4c6e01aa1fc4e7d"),
+    "DeepSpeedEngine._configure_optimizer": (DeepSpeedEngine._configure_optimizer, "dd82a70f2f92fe12"),
+    "DeepSpeedEngine._configure_zero_optimizer": (DeepSpeedEngine._configure_zero_optimizer, "f31cf07a5d4f4170"),
+    "DeepSpeedZeroOptimizer._configure_moe_settings": (
+        DeepSpeedZeroOptimizer._configure_moe_settings,
+        "1266af584e83dfa1",
+    ),
+    # ds_hybrid.MoE sets the attributes of the first itself, replaces the second, and is saved by the third's names.
+    "MoE.__init__": (MoE.__init__, "04fd3d2bebe0874f"),
+    "MoE._create_process_groups": (MoE._create_process_groups, "44dda63d114c41ba"),
+    "DeepSpeedEngine._save_moe_checkpoint": (DeepSpeedEngine._save_moe_checkpoint, "cf5acf06f0a6e168"),
+    # engine/parameter_groups.py relies on options that it copies to each part.
+    "split_params_into_different_moe_groups_for_optimizer": (
+        split_params_into_different_moe_groups_for_optimizer,
+        "5c2e395ab1153b86",
+    ),
     # Made by it, and used by HybridAutoEPLayer: the attributes of the layer, the router's triple, the experts' call.
     "AutoEPMoELayer.__init__": (AutoEPMoELayer.__init__, "10cb1af357c80641"),
     "TokenChoiceTopKRouter.forward": (TokenChoiceTopKRouter.forward, "a81b54276051d4a5"),
@@ -57,6 +75,10 @@ NAMES = [
     "deepspeed.module_inject.auto_ep_layer:permute_by_local_expert",
     "deepspeed.module_inject.auto_ep_layer:unpermute_by_local_expert",
     "deepspeed.moe.ep_experts:GroupedExperts",
+    "deepspeed.utils.groups:_get_expert_parallel_group_dict",
+    "deepspeed.utils.groups:_create_expert_and_data_parallel",
+    "deepspeed.utils.groups:mpu",
+    "deepspeed.utils.bwc:bwc_tensor_model_parallel_world_size",
     # engine/router_logits.py
     "transformers.utils.output_capturing:_active_collector",
     # dispatch/meter.py

@@ -15,8 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from ds_hybrid.dispatch.choose import make_dispatcher
 from ds_hybrid.dispatch.collectives import RankGroup
 from ds_hybrid.dispatch.dispatcher import Dispatcher
+from ds_hybrid.dispatch.hierarchical import NodeGroups
 from ds_hybrid.dispatch.meter import Meter
-from ds_hybrid.dispatch.modes import MODES, Mode
+from ds_hybrid.dispatch.modes import MODES, Mode, WireDtype
+from ds_hybrid.dispatch.overlap import run_in_chunks
 from ds_hybrid.dispatch.routing import Routing
 from ds_hybrid.errors import DispatchError
 from ds_hybrid.placement import ExpertPlacement
@@ -41,22 +43,29 @@ CASES = {
     "more than 256 experts": Case((6, 5, 4), num_experts=300, top_k=8),
     "odd hidden size": Case((5, 7), num_experts=4, top_k=3, hidden_size=5),
 }
+SPANNING = [*MODES, "hierarchical"]
+"""The modes that bring different tokens together; ``hierarchical`` runs on four ranks."""
+
+NODE_OF_RANK = (0, 1, 1, 0)
+
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=["float64", "float32"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", SPANNING)
 @pytest.mark.parametrize("name", CASES)
 def test_equals_dense_reference(four_ranks: RankPool, mode: Mode, name: str, dtype: torch.dtype) -> None:
     case = replace(CASES[name], dtype=dtype)
+    if mode == "hierarchical" and case.num_ranks != 4:
+        case = replace(case, num_tokens=(*case.num_tokens, 5, 0)[:4], num_experts=-(-case.num_experts // 4) * 4)
     for seed in range(2):
         for errors in four_ranks.run(compare, mode, replace(case, seed=seed), "off"):
             assert all(error <= TOLERANCE[dtype] for error in errors.values()), errors
 
 
 @pytest.mark.parametrize("checkpointing", ["reentrant", "non_reentrant"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["unequal tokens", "a rank without tokens", "four ranks"])
+@pytest.mark.parametrize("mode", SPANNING)
+@pytest.mark.parametrize("name", ["unequal tokens", "four ranks"])
 def test_activation_checkpointing_changes_nothing(
     four_ranks: RankPool, mode: Mode, name: str, checkpointing: Checkpointing
 ) -> None:
@@ -64,14 +73,22 @@ def test_activation_checkpointing_changes_nothing(
         assert same
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("num_chunks", [2, 3, 5])
+@pytest.mark.parametrize("mode", [*SPANNING, "replicated"])
+def test_chunks_change_nothing_but_the_order_of_messages(four_ranks: RankPool, mode: Mode, num_chunks: int) -> None:
+    case = replace(CASES["unequal tokens"], num_tokens=(7, 7, 7, 7) if mode == "replicated" else (9, 1, 4, 6))
+    for difference in four_ranks.run(effect_of_chunks, mode, case, num_chunks):
+        assert difference <= 1e-12
+
+
+@pytest.mark.parametrize("mode", SPANNING)
 def test_bfloat16_is_close_to_the_reference(four_ranks: RankPool, mode: Mode) -> None:
     case = Case((33, 20, 0, 7), num_experts=8, top_k=3, dtype=torch.bfloat16)
     for errors in four_ranks.run(compare, mode, case, "off"):
         assert all(error <= 2e-2 for error in errors.values()), errors
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", SPANNING)
 def test_float32_weights_meet_bfloat16_rows_unrounded(four_ranks: RankPool, mode: Mode) -> None:
     case = Case((33, 20, 0, 7), num_experts=8, top_k=1, dtype=torch.bfloat16)
     for output, weights in four_ranks.run(combine_of_threes, mode, case):
@@ -87,6 +104,40 @@ def test_no_uninitialised_value_is_read(four_ranks: RankPool, mode: Mode) -> Non
             assert all(error <= TOLERANCE[torch.float64] for error in errors.values()), errors
 
 
+@pytest.mark.parametrize("mode", SPANNING)
+@pytest.mark.parametrize(("wire_dtype", "tolerance"), [("bf16", 5e-3), ("fp8_e4m3", 6e-2)])
+def test_rounding_on_the_wire_is_bounded(
+    four_ranks: RankPool, mode: Mode, wire_dtype: WireDtype, tolerance: float
+) -> None:
+    """Rounded in forward only: what is not a function of rounded tokens alone stays close to the reference."""
+    case = Case((33, 20, 0, 7), num_experts=8, top_k=3, hidden_size=160, dtype=torch.float32)
+    for errors in four_ranks.run(compare, mode, case, "off", 1.0, wire_dtype):
+        assert all(error <= tolerance for error in errors.values()), errors
+        assert not errors or errors["output"] == 0.0 or errors["output"] > TOLERANCE[torch.float32], errors
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=["float64", "float32"])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_replicated_equals_dense_reference_on_every_rank(
+    four_ranks: RankPool, num_ranks: int, dtype: torch.dtype
+) -> None:
+    case = Case((9,) * num_ranks, num_experts=12, top_k=3, dtype=dtype)
+    for errors in four_ranks.run(compare_replicated, case):
+        assert all(error <= TOLERANCE[dtype] for error in errors.values()), errors
+
+
+def test_replicated_refuses_different_tokens(four_ranks: RankPool) -> None:
+    messages = four_ranks.run(message_of_unequal_tokens)
+    assert (
+        messages
+        == [
+            "layer under test: the ranks have 7, 7, 6, 7 tokens. Replicated dispatch needs the same tokens on every "
+            "rank of the expert-parallel group."
+        ]
+        * 4
+    )
+
+
 def test_broken_dispatcher_is_caught(four_ranks: RankPool) -> None:
     case = replace(CASES["four ranks"], dtype=torch.float32)
     worst = [max(errors.values()) for errors in four_ranks.run(compare, "two_stage", case, "off", 1.001)]
@@ -99,7 +150,7 @@ def test_alltoall_does_not_depend_on_the_placement_bit_for_bit(four_ranks: RankP
         assert all(torch.equal(output, outputs[0]) for output in outputs)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", SPANNING)
 @pytest.mark.parametrize("fact", ["hidden size", "dtype", "top-k", "placement digest"])
 def test_disagreement_raises_the_same_error_on_every_rank(four_ranks: RankPool, mode: Mode, fact: str) -> None:
     messages = four_ranks.run(message_of_disagreement, mode, fact, limit=30)
@@ -109,13 +160,31 @@ def test_disagreement_raises_the_same_error_on_every_rank(four_ranks: RankPool, 
 
 def rank_group(num_ranks: int) -> RankGroup | None:
     """The group of ranks 0..num_ranks-1, or None on the others."""
-    process_group = _subgroup(num_ranks)
+    process_group = _subgroup(tuple(range(num_ranks)))
     return RankGroup(process_group, Meter()) if dist.get_rank() < num_ranks else None
 
 
+def make(mode: Mode, group: RankGroup, *, wire_dtype: WireDtype = "auto", guard: bool = True) -> Dispatcher:
+    """The dispatcher of that name; ``hierarchical`` over two nodes of two ranks each."""
+    nodes = node_groups(group) if mode == "hierarchical" else None
+    return make_dispatcher(mode, group, layer="layer under test", guard=guard, wire_dtype=wire_dtype, nodes=nodes)
+
+
+def node_groups(group: RankGroup) -> NodeGroups:
+    """Of four ranks, of which 0 and 3 are on one node and 1 and 2 on the other."""
+    across, inside = ([0, 1], [2, 3]), ([0, 3], [1, 2])
+    process_groups = {tuple(ranks): _subgroup(tuple(ranks)) for ranks in (*across, *inside)}
+
+    def of_this_rank(lists: tuple[list[int], list[int]]) -> RankGroup:
+        (ranks,) = (tuple(ranks) for ranks in lists if group.rank in ranks)
+        return RankGroup(process_groups[ranks], group.meter)
+
+    return NodeGroups(NODE_OF_RANK, of_this_rank(across), of_this_rank(inside))
+
+
 @functools.cache
-def _subgroup(num_ranks: int) -> Any:
-    return dist.new_group(list(range(num_ranks)))
+def _subgroup(ranks: tuple[int, ...]) -> Any:
+    return dist.new_group(list(ranks))
 
 
 def random_placement(case: Case) -> ExpertPlacement:
@@ -135,6 +204,7 @@ def run_layer(
     rank: int,
     checkpointing: Checkpointing = "off",
     distortion: float = 1.0,
+    num_chunks: int = 1,
 ) -> dict[str, torch.Tensor]:
     """Output and gradients of this rank, and the gradient of its experts."""
     tokens = inputs.tokens[rank].clone().requires_grad_()
@@ -144,8 +214,11 @@ def run_layer(
 
     def layer(tokens: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         routing = Routing(inputs.topk_ids[rank], weights, num_experts)
-        rows, counts, state = dispatcher.dispatch(tokens, routing, placement)
-        return dispatcher.combine(local_experts(rows, counts, experts) * distortion, state)
+
+        def run_experts(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+            return local_experts(rows, counts, experts) * distortion
+
+        return run_in_chunks(dispatcher, tokens, routing, placement, run_experts, num_chunks=num_chunks)
 
     if checkpointing == "off":
         output = layer(tokens, weights, experts)
@@ -163,14 +236,20 @@ def run_layer(
     }
 
 
-def compare(mode: Mode, case: Case, checkpointing: Checkpointing, distortion: float = 1.0) -> dict[str, float]:
+def compare(
+    mode: Mode,
+    case: Case,
+    checkpointing: Checkpointing,
+    distortion: float = 1.0,
+    wire_dtype: WireDtype = "auto",
+) -> dict[str, float]:
     """Relative errors of this rank against the dense reference; nothing on ranks outside the group."""
     group = rank_group(case.num_ranks)
     if group is None:
         return {}
     inputs, placement = make_inputs(case), random_placement(case)
     expected = dense_reference(inputs)
-    dispatcher = make_dispatcher(mode, group, layer="layer under test", guard=True)
+    dispatcher = make(mode, group, wire_dtype=wire_dtype)
     actual = run_layer(dispatcher, inputs, placement, group.rank, checkpointing, distortion)
     wanted = {
         "output": expected.outputs[group.rank],
@@ -179,6 +258,57 @@ def compare(mode: Mode, case: Case, checkpointing: Checkpointing, distortion: fl
         "experts": expected.grad_experts[placement.expert_of_slot[group.rank]],
     }
     return {name: _error(actual[name], wanted[name], expected.grad_experts) for name in wanted}
+
+
+def effect_of_chunks(mode: Mode, case: Case, num_chunks: int) -> float:
+    """The largest difference of any result between one chunk and several. Every rank has rank 0's tokens in mode
+    ``replicated``, its own in the others.
+    """
+    group = rank_group(case.num_ranks)
+    assert group is not None
+    inputs, placement = make_inputs(case), random_placement(case)
+    if mode == "replicated":
+        inputs = _shared(inputs, case.num_ranks)
+    one, several = (run_layer(make(mode, group), inputs, placement, group.rank, "off", 1.0, n) for n in (1, num_chunks))
+    return max((float((one[name] - several[name]).abs().max()) for name in one if one[name].numel()), default=0.0)
+
+
+def _shared(inputs: Inputs, num_ranks: int) -> Inputs:
+    """Rank 0's tokens on every rank."""
+    return replace(
+        inputs,
+        tokens=inputs.tokens[:1] * num_ranks,
+        topk_ids=inputs.topk_ids[:1] * num_ranks,
+        topk_weights=inputs.topk_weights[:1] * num_ranks,
+        upstream=inputs.upstream[:1] * num_ranks,
+    )
+
+
+def compare_replicated(case: Case) -> dict[str, float]:
+    """Every rank has rank 0's tokens, and ends with their whole gradients."""
+    group = rank_group(case.num_ranks)
+    if group is None:
+        return {}
+    shared, placement = make_inputs(replace(case, num_tokens=case.num_tokens[:1])), random_placement(case)
+    expected = dense_reference(shared)
+    inputs = _shared(shared, group.size)
+    actual = run_layer(make("replicated", group), inputs, placement, group.rank)
+    wanted = {
+        "output": expected.outputs[0],
+        "tokens": expected.grad_tokens[0],
+        "router weights": expected.grad_topk_weights[0],
+        "experts": expected.grad_experts[placement.expert_of_slot[group.rank]],
+    }
+    return {name: _error(actual[name], wanted[name], expected.grad_experts) for name in wanted}
+
+
+def message_of_unequal_tokens() -> str:
+    group = rank_group(4)
+    assert group is not None
+    case = Case((7, 7, 6, 7), num_experts=8, top_k=2)
+    with pytest.raises(DispatchError) as error:
+        run_layer(make("replicated", group), make_inputs(case), random_placement(case), group.rank)
+    return str(error.value)
 
 
 def compare_over_nan(mode: Mode, case: Case) -> dict[str, float]:
@@ -209,7 +339,7 @@ def checkpointing_changes_nothing(mode: Mode, case: Case, checkpointing: Checkpo
     if group is None:
         return True
     inputs, placement = make_inputs(case), random_placement(case)
-    dispatcher = make_dispatcher(mode, group, layer="layer under test", guard=True)
+    dispatcher = make(mode, group)
     plain = run_layer(dispatcher, inputs, placement, group.rank)
     recomputed = run_layer(dispatcher, inputs, placement, group.rank, checkpointing)
     return all(torch.equal(plain[name], recomputed[name]) for name in plain)
@@ -221,7 +351,7 @@ def combine_of_threes(mode: Mode, case: Case) -> tuple[torch.Tensor, torch.Tenso
     assert group is not None
     inputs, placement = make_inputs(case), random_placement(case)
     weights = inputs.topk_weights[group.rank]
-    dispatcher = make_dispatcher(mode, group, layer="layer under test", guard=True)
+    dispatcher = make(mode, group)
     routing = Routing(inputs.topk_ids[group.rank], weights, case.num_experts)
     rows, _, state = dispatcher.dispatch(inputs.tokens[group.rank], routing, placement)
     return dispatcher.combine(torch.full_like(rows, 3.0), state), weights
@@ -231,7 +361,7 @@ def outputs_under_placements(mode: Mode, case: Case, num_placements: int) -> lis
     group = rank_group(case.num_ranks)
     assert group is not None
     inputs = make_inputs(case)
-    dispatcher = make_dispatcher(mode, group, layer="layer under test", guard=True)
+    dispatcher = make(mode, group)
     placements = [random_placement(replace(case, seed=seed)) for seed in range(num_placements)]
     return [run_layer(dispatcher, inputs, placement, group.rank)["output"] for placement in placements]
 
@@ -252,7 +382,7 @@ def message_of_disagreement(mode: Mode, fact: str) -> str:
         if fact == "placement digest":
             placement = random_placement(case)
     inputs = make_inputs(case)
-    dispatcher = make_dispatcher(mode, group, layer="layer under test", guard=True)
+    dispatcher = make(mode, group)
     routing = Routing(inputs.topk_ids[group.rank], inputs.topk_weights[group.rank], case.num_experts)
     try:
         dispatcher.dispatch(inputs.tokens[group.rank], routing, placement)

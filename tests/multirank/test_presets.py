@@ -16,6 +16,8 @@ import transformers
 from packaging.version import Version
 
 from ds_hybrid.dispatch.modes import MODES, Mode
+from ds_hybrid.engine import groups as engine_groups
+from ds_hybrid.errors import ConfigError
 from ds_hybrid.placement import ExpertPlacement
 from tests.multirank.models import CONFIGS, VOCABULARY, is_known, make_model
 from tests.multirank.training import (
@@ -30,6 +32,8 @@ from tests.multirank.training import (
     worst_parameter,
 )
 from tests.ranks import RankPool
+
+NEWEST = Version(transformers.__version__) >= Version("5.24")
 
 LOSS_TOLERANCE = 5e-6
 NORM_TOLERANCE = 5e-5
@@ -59,6 +63,33 @@ def test_dispatcher_trains_like_the_plain_model(four_ranks: RankPool, mode: Mode
     assert_equal(four_ranks, Run(mode=mode, ep_size=4))
 
 
+@pytest.mark.parametrize("checkpointing", [None, True, False], ids=["plain", "reentrant", "non_reentrant"])
+@pytest.mark.parametrize("mode", MODES)
+def test_chunks_train_like_the_plain_model(four_ranks: RankPool, mode: Mode, checkpointing: bool | None) -> None:
+    assert_equal(four_ranks, Run(mode=mode, ep_size=4, overlap_chunks=3, checkpointing=checkpointing, num_steps=5))
+
+
+@pytest.mark.parametrize("node_of_rank", [(0, 0, 1, 1), (0, 1, 1, 0)])
+def test_hierarchical_trains_like_the_plain_model(four_ranks: RankPool, node_of_rank: tuple[int, ...]) -> None:
+    for result in four_ranks.run(compare_over_nodes, Run(mode="hierarchical", ep_size=4), node_of_rank):
+        assert result.loss_error <= LOSS_TOLERANCE, result
+        assert result.parameter_error <= PARAMETER_TOLERANCE, result
+
+
+def test_hierarchical_on_one_node_is_refused(four_ranks: RankPool) -> None:
+    message = (
+        'ds_hybrid.dispatch.mode = "hierarchical": the expert-parallel group [0, 1, 2, 3] lies on one node. '
+        'Set it to "two_stage" or "auto".'
+    )
+    assert four_ranks.run(message_of_one_node) == [message] * 4
+
+
+@pytest.mark.parametrize(("wire_dtype", "tolerance"), [("bf16", 2e-3), ("fp8_e4m3", 2e-2)])
+def test_rounding_on_the_wire_moves_the_losses_little(four_ranks: RankPool, wire_dtype: str, tolerance: float) -> None:
+    for result in four_ranks.run(compare, Run(ep_size=4, wire_dtype=wire_dtype, num_steps=1)):
+        assert LOSS_TOLERANCE < result.loss_error <= tolerance, result
+
+
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("ep_size", [1, 2, 4])
 def test_zero_stage_trains_like_the_plain_model(four_ranks: RankPool, zero_stage: int, ep_size: int) -> None:
@@ -86,13 +117,14 @@ def test_router_logits_are_those_of_the_plain_model(two_ranks: RankPool, model_t
     if not is_known(model_type):
         pytest.skip(f"the installed transformers has no {model_type}")
     for shapes, difference in two_ranks.run(router_logits_difference, model_type):
-        assert shapes[0] == shapes[1] != []
+        assert shapes[0] == shapes[1]
+        assert shapes[0] or not NEWEST  # the DeepSeek models of 5.8 record none
         assert difference <= 1e-5
 
 
 def test_the_newest_transformers_has_every_preset() -> None:
     """So that no comparison above is skipped there."""
-    if Version(transformers.__version__) >= Version("5.24"):
+    if NEWEST:
         assert all(is_known(model_type) for model_type in CONFIGS)
 
 
@@ -186,11 +218,23 @@ def compare(run: Run, spoilt: bool = False) -> Comparison:
     )
 
 
+def compare_over_nodes(run: Run, node_of_rank: tuple[int, ...]) -> Comparison:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_groups, "host_of_this_rank", lambda: f"node {node_of_rank[dist.get_rank()]}")
+        return compare(run)
+
+
+def message_of_one_node() -> str:
+    with pytest.raises(ConfigError) as error:
+        make_engine(Run(mode="hierarchical", ep_size=4))
+    return str(error.value)
+
+
 def spoil(engine: Any) -> None:
     """Every expert answers a thousandth too much on its way home."""
     for layer in engine.moe_layers_by_name().values():
-        combine = layer.dispatcher.combine
-        layer.dispatcher.combine = lambda rows, state, combine=combine: combine(rows, state) * 1.001
+        finish = layer.dispatcher.finish_combine
+        layer.dispatcher.finish_combine = lambda flight, state, finish=finish: finish(flight, state) * 1.001
 
 
 def router_logits_difference(model_type: str) -> tuple[list[Any], float]:
@@ -199,9 +243,9 @@ def router_logits_difference(model_type: str) -> tuple[list[Any], float]:
     engine = make_engine(Run(model_type))
     engine.eval()
     ours = engine(input_ids=ids, output_router_logits=True)
-    shapes = [[tuple(logits.shape) for logits in output.router_logits or ()] for output in (plain, ours)]
-    pairs = zip(plain.router_logits or (), ours.router_logits or (), strict=False)
-    return shapes, max((float((a - b).abs().max()) for a, b in pairs), default=0.0)
+    recorded = [getattr(output, "router_logits", None) or () for output in (plain, ours)]
+    shapes = [[tuple(logits.shape) for logits in of_model] for of_model in recorded]
+    return shapes, max((float((a - b).abs().max()) for a, b in zip(*recorded, strict=False)), default=0.0)
 
 
 def evaluates_identically(mode: Mode) -> bool:

@@ -32,6 +32,8 @@ class Run:
     accumulation: int = 1
     router_logits: bool = False
     checkpointing: bool | None = None  # None: off; else use_reentrant
+    overlap_chunks: int = 1
+    wire_dtype: str = "auto"
     uneven: bool = False  # sequence lengths differ between ranks and steps
 
     @property
@@ -57,7 +59,13 @@ class Run:
             "zero_allow_untested_optimizer": True,
             "bf16": {"enabled": self.bf16},
             "expert_parallel": {"enabled": True, "autoep_size": self.ep_size},
-            "ds_hybrid": {"dispatch": {"mode": self.mode}},
+            "ds_hybrid": {
+                "dispatch": {
+                    "mode": self.mode,
+                    "overlap_chunks": self.overlap_chunks,
+                    "wire_dtype": self.wire_dtype,
+                }
+            },
             "steps_per_print": 1000000,
         }
 

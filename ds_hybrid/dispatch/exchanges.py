@@ -1,0 +1,128 @@
+"""Differentiable exchanges of rows, each in two halves, so that other work fits between departure and arrival.
+
+An exchange is a linear map whose backward is its adjoint, in two halves as well: the gradients depart when backward
+reaches the arrival, and arrive when it reaches the departure. Autograd visits nodes in the reverse order of their
+making, so what forward did between the halves, backward does between them too.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_hybrid.dispatch.collectives import RankGroup, Transfer
+
+
+class Exchange(ABC):
+    """One exchange of one call; it holds the transfer that is under way."""
+
+    _under_way: Transfer
+
+    @abstractmethod
+    def send(self, *values: Tensor) -> Transfer:
+        """Start the exchange of ``values``."""
+
+    def receive(self, arrived: Tensor) -> tuple[Tensor, ...]:
+        """What arrived, as values."""
+        return (arrived,)
+
+    @abstractmethod
+    def send_back(self, *gradients: Tensor) -> Transfer:
+        """Start the adjoint exchange of the received values' gradients."""
+
+    def receive_back(self, arrived: Tensor) -> tuple[Tensor, ...]:
+        """What arrived, as gradients of the sent values."""
+        return (arrived,)
+
+    def depart(self, *values: Tensor) -> Flight:
+        """Start the exchange."""
+        return Flight(self, _Depart.apply(self, *values))
+
+    def run(self, *values: Tensor) -> tuple[Tensor, ...]:
+        """Start the exchange and wait for it."""
+        return self.depart(*values).arrive()
+
+
+@dataclass(frozen=True)
+class Flight:
+    """An exchange that has departed. ``ticket`` carries autograd's graph from departure to arrival."""
+
+    exchange: Exchange
+    ticket: Tensor
+
+    def arrive(self) -> tuple[Tensor, ...]:
+        """Wait for the exchange and give what was received."""
+        return _Arrive.apply(self.exchange, self.ticket)
+
+
+class RowsExchange(Exchange):
+    """An all-to-all of rows: [sum(send_counts), H] -> [sum(receive_counts), H]."""
+
+    def __init__(self, group: RankGroup, send_counts: Sequence[int], receive_counts: Sequence[int]) -> None:
+        self._group = group
+        self._send_counts = send_counts
+        self._receive_counts = receive_counts
+
+    def send(self, *values: Tensor) -> Transfer:
+        (rows,) = values
+        return self._group.all_to_all(rows, self._send_counts, self._receive_counts)
+
+    def send_back(self, *gradients: Tensor) -> Transfer:
+        (grad_rows,) = gradients
+        return self._group.all_to_all(grad_rows, self._receive_counts, self._send_counts)
+
+
+class ReduceScatterExchange(Exchange):
+    """The sum over the ranks, each keeps its part: [P * N, H] -> [N, H]. Its adjoint gathers."""
+
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group
+
+    def send(self, *values: Tensor) -> Transfer:
+        return self._group.reduce_scatter(*values)
+
+    def send_back(self, *gradients: Tensor) -> Transfer:
+        return self._group.all_gather(*gradients)
+
+
+class AllReduceExchange(Exchange):
+    """The sum over the ranks, on every rank; what follows is the same on every rank, so the gradient just passes."""
+
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group
+
+    def send(self, *values: Tensor) -> Transfer:
+        return self._group.all_reduce(*values)
+
+    def send_back(self, *gradients: Tensor) -> Transfer:
+        return Transfer(None, lambda: gradients[0])
+
+
+class _Depart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, *values: Tensor) -> Tensor:
+        ctx.exchange = exchange
+        exchange._under_way = exchange.send(*values)
+        return values[0].new_zeros(1)
+
+    @staticmethod
+    def backward(ctx: Any, _ticket: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.exchange.receive_back(ctx.exchange._under_way.wait())
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, ticket: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange = exchange
+        ctx.ticket_like = ticket.new_zeros(1)
+        return exchange.receive(exchange._under_way.wait())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
+        ctx.exchange._under_way = ctx.exchange.send_back(*gradients)
+        return None, ctx.ticket_like

@@ -127,7 +127,7 @@ class _WeightedSum(torch.autograd.Function):
         values, weights, cell_of_row = ctx.saved_tensors
         grad_rows = grad_tokens.index_select(0, cell_of_row // weights.shape[1]).to(_sum_dtype(values))
         grad_weights = torch.zeros_like(weights).view(-1)
-        grad_weights[cell_of_row] = (grad_rows * values).sum(1).to(weights.dtype)
+        grad_weights[cell_of_row] = torch.linalg.vecdot(grad_rows, values.to(grad_rows.dtype)).to(weights.dtype)
         weight_of_row = weights.reshape(-1).index_select(0, cell_of_row)
         grad_values = grad_rows.mul_(weight_of_row[:, None]).to(values.dtype)
         return grad_values, grad_weights.view_as(weights), None, None, None

@@ -61,7 +61,9 @@ class WeightedRowsExchange(Exchange):
     def _split(self, wire: Tensor, wire_dtype: WireDtype) -> tuple[Tensor, Tensor]:
         num_riding = self._top_k * self._weight_dtype.itemsize
         values, riding = wire.split([wire.shape[1] - num_riding, num_riding], 1)
-        return decode(values, self._hidden_size, self._dtype, wire_dtype), _read(riding, self._weight_dtype)
+        # Weights are kept for backward: as a view they would keep the rows of the whole message alive.
+        weights = _read(riding.clone(), self._weight_dtype)
+        return decode(values, self._hidden_size, self._dtype, wire_dtype), weights
 
 
 class GatherExchange(Exchange):

@@ -15,7 +15,7 @@ from ds_hybrid.dispatch.dispatcher import Dispatcher
 from ds_hybrid.dispatch.exchanges import Flight, ReduceScatterExchange
 from ds_hybrid.dispatch.gathering import gather_ids
 from ds_hybrid.dispatch.routing import Routing
-from ds_hybrid.dispatch.rows import RowMap, expand, group_by_slot, weighted_sum
+from ds_hybrid.dispatch.rows import RowMap, expand, weighted_sum
 from ds_hybrid.dispatch.wire import GatherExchange
 from ds_hybrid.placement import ExpertPlacement
 
@@ -49,10 +49,7 @@ class AllGatherDispatcher(Dispatcher):
         self.group.meter.add_tokens(routing.num_tokens)
         counts = self.gather_counts(self.group, routing.num_tokens, self.facts(tokens, routing, placement))
         all_ids = gather_ids(self.group, routing.topk_ids, counts, routing.num_experts)
-        rank, slot = self.locate(all_ids.flatten(0, 1), placement)
-        local_slot = torch.where(rank == self.group.rank, slot, -1)
-        num_pairs = int((local_slot >= 0).sum())
-        pairs, num_rows_per_slot = group_by_slot(local_slot, placement.num_slots, num_pairs)
+        pairs, num_rows_per_slot = self.pairs_here(all_ids.flatten(0, 1), placement)
 
         num_rows_needed = self.num_rows_needed(self.locate(routing.topk_ids, placement)[0])
         padded_tokens = _pad(self.crossing(tokens, num_rows_needed), max(counts))

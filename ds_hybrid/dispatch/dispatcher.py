@@ -16,6 +16,7 @@ from ds_hybrid.dispatch.guard import check_agreement, facts_of_call
 from ds_hybrid.dispatch.meter import crossing
 from ds_hybrid.dispatch.modes import Mode, WireDtype
 from ds_hybrid.dispatch.routing import Routing, ranks_needed
+from ds_hybrid.dispatch.rows import RowMap, group_by_slot
 from ds_hybrid.placement import ExpertPlacement
 
 
@@ -88,6 +89,20 @@ class Dispatcher(ABC):
             }
         rank_of_expert, slot_of_expert = self._tables[key]
         return rank_of_expert[expert_ids], slot_of_expert[expert_ids]
+
+    def pairs_here(
+        self, ids: Tensor, placement: ExpertPlacement, num_pairs: int | None = None
+    ) -> tuple[RowMap, Tensor]:
+        """The choices [N, K] that are experts of this rank as rows sorted by slot, and the rows of each slot [E/P].
+
+        Args:
+            num_pairs: how many those are; where it is not known, the host waits for the device.
+        """
+        rank, slot = self.locate(ids, placement)
+        local_slot = torch.where(rank == self.group.rank, slot, -1)
+        if num_pairs is None:
+            num_pairs = int((local_slot >= 0).sum())
+        return group_by_slot(local_slot, placement.num_slots, num_pairs)
 
     def facts(self, tokens: Tensor, routing: Routing, placement: ExpertPlacement) -> list[int]:
         """The integers to send for :meth:`check`; none when the guard is off."""

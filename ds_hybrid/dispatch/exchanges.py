@@ -14,14 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ds_hybrid.dispatch.collectives import RankGroup, Transfer
 
 
 class Exchange(ABC):
-    """One exchange of one call; it holds the transfer that is under way."""
+    """One exchange of one call; between departure and arrival it holds the transfer that is under way."""
 
-    _under_way: Transfer
+    _under_way: Transfer | None = None
 
     @abstractmethod
     def send(self, *values: Tensor) -> Transfer:
@@ -38,6 +39,12 @@ class Exchange(ABC):
     def receive_back(self, arrived: Tensor) -> tuple[Tensor, ...]:
         """What arrived, as gradients of the sent values."""
         return (arrived,)
+
+    def land(self) -> Tensor:
+        """Wait for the transfer that is under way, and let go of it."""
+        transfer, self._under_way = self._under_way, None
+        assert transfer is not None
+        return transfer.wait()
 
     def depart(self, *values: Tensor) -> Flight:
         """Start the exchange."""
@@ -111,8 +118,9 @@ class _Depart(torch.autograd.Function):
         return values[0].new_zeros(1)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, _ticket: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.exchange.receive_back(ctx.exchange._under_way.wait())
+        return None, *ctx.exchange.receive_back(ctx.exchange.land())
 
 
 class _Arrive(torch.autograd.Function):
@@ -120,9 +128,10 @@ class _Arrive(torch.autograd.Function):
     def forward(ctx: Any, exchange: Exchange, ticket: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange = exchange
         ctx.ticket_like = ticket.new_zeros(1)
-        return exchange.receive(exchange._under_way.wait())
+        return exchange.receive(exchange.land())
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
         ctx.exchange._under_way = ctx.exchange.send_back(*gradients)
         return None, ctx.ticket_like

@@ -21,7 +21,7 @@ from ds_hybrid.dispatch.exchanges import Flight, RowsExchange
 from ds_hybrid.dispatch.gathering import gather_ids
 from ds_hybrid.dispatch.modes import WireDtype
 from ds_hybrid.dispatch.routing import Routing, ranks_needed
-from ds_hybrid.dispatch.rows import RowMap, expand, group_by_slot, weighted_sum
+from ds_hybrid.dispatch.rows import RowMap, expand, weighted_sum
 from ds_hybrid.dispatch.wire import WeightedRowsExchange
 from ds_hybrid.placement import ExpertPlacement
 
@@ -116,9 +116,7 @@ class HopsDispatcher(Dispatcher):
             leg, ids, num_pairs = self._plan(hop, ids, num_rows, placement)
             rows, weights = self._depart(leg, rows, weights).arrive()
             legs.append(leg)
-        rank, slot = self.locate(ids, placement)
-        local_slot = torch.where(rank == self.group.rank, slot, -1)
-        pairs, num_rows_per_slot = group_by_slot(local_slot, placement.num_slots, num_pairs)
+        pairs, num_rows_per_slot = self.pairs_here(ids, placement, num_pairs)
         state = HopsState(tuple(legs), pairs, weights, started.num_rows_needed)
         return expand(rows, pairs), num_rows_per_slot, state
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ class _Crossing(torch.autograd.Function):
         return rows.view_as(rows)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_rows: Tensor) -> tuple[Tensor, None, None]:
         ctx.meter.add_lower_bound(ctx.num_bytes)
         return grad_rows, None, None

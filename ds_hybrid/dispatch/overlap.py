@@ -33,12 +33,9 @@ def run_in_chunks(
     Returns:
         [T, H].
     """
-    parts = zip(
-        tokens.tensor_split(num_chunks),
-        routing.topk_ids.tensor_split(num_chunks),
-        routing.topk_weights.tensor_split(num_chunks),
-        strict=True,
-    )
+    size, rest = divmod(routing.num_tokens, num_chunks)
+    sizes = [size + 1] * rest + [size] * (num_chunks - rest)
+    parts = zip(tokens.split(sizes), routing.topk_ids.split(sizes), routing.topk_weights.split(sizes), strict=True)
     chunks = [(part, Routing(ids, weights, routing.num_experts)) for part, ids, weights in parts]
     combining = []
     started = dispatcher.start_dispatch(*chunks[0], placement)

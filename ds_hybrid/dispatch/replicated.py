@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ds_hybrid.dispatch.collectives import RankGroup
 from ds_hybrid.dispatch.dispatcher import Dispatcher
 from ds_hybrid.dispatch.exchanges import AllReduceExchange, Flight
 from ds_hybrid.dispatch.routing import Routing
-from ds_hybrid.dispatch.rows import RowMap, expand, group_by_slot, weighted_sum
+from ds_hybrid.dispatch.rows import RowMap, expand, weighted_sum
 from ds_hybrid.errors import DispatchError
 from ds_hybrid.placement import ExpertPlacement
 
@@ -48,10 +49,7 @@ class ReplicatedDispatcher(Dispatcher):
                 f"{self.layer}: the ranks have {', '.join(map(str, num_tokens))} tokens. Replicated dispatch needs the "
                 "same tokens on every rank of the expert-parallel group."
             )
-        rank, slot = self.locate(routing.topk_ids, placement)
-        local_slot = torch.where(rank == self.group.rank, slot, -1)
-        num_pairs = int((local_slot >= 0).sum())
-        pairs, num_rows_per_slot = group_by_slot(local_slot, placement.num_slots, num_pairs)
+        pairs, num_rows_per_slot = self.pairs_here(routing.topk_ids, placement)
         tokens = _SumGradients.apply(tokens, self.group)
         weights = _SumGradients.apply(routing.topk_weights, self.group)
         return ReplicatedState(tokens, weights, pairs, num_rows_per_slot)
@@ -76,5 +74,6 @@ class _SumGradients(torch.autograd.Function):
         return values.view_as(values)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return ctx.group.all_reduce(gradient).wait(), None

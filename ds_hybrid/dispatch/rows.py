@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import embedding_bag
 
 from ds_hybrid.dispatch.routing import count_values
@@ -92,6 +93,7 @@ class _Expand(torch.autograd.Function):
         return tokens.index_select(0, cell_of_row // num_copies)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_rows: Tensor) -> tuple[Tensor, None, None, None, None]:
         rows_by_cell, first_of_token = ctx.saved_tensors
         return _sum_rows(grad_rows, rows_by_cell, first_of_token, ctx.num_copies), None, None, None, None
@@ -107,6 +109,7 @@ class _Sum(torch.autograd.Function):
         return _sum_rows(values, rows_by_cell, first_of_token, num_copies)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_tokens: Tensor) -> tuple[Tensor, None, None, None, None]:
         (cell_of_row,) = ctx.saved_tensors
         return grad_tokens.index_select(0, cell_of_row // ctx.num_copies), None, None, None, None
@@ -123,6 +126,7 @@ class _WeightedSum(torch.autograd.Function):
         return _sum_rows(values, rows_by_cell, first_of_token, weights.shape[1], weights_by_cell)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_tokens: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         values, weights, cell_of_row = ctx.saved_tensors
         grad_rows = grad_tokens.index_select(0, cell_of_row // weights.shape[1]).to(_sum_dtype(values))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-import zlib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from deepspeed.utils import groups, log_dist
 from torch import Tensor, nn
 
 from ds_hybrid.config import HybridConfig, find_warnings, load, read_document
-from ds_hybrid.engine.agreement import compare_ranks
+from ds_hybrid.engine.agreement import compare_ranks, raise_alike
 from ds_hybrid.engine.clipping import clip_gradients
 from ds_hybrid.engine.groups import make_node_groups
 from ds_hybrid.engine.parameter_groups import split_groups, split_optimizer
@@ -168,11 +168,14 @@ def initialize(
             distributed_port=distributed_port,
             dist_init_required=dist_init_required,
         )
-        source = _config_source(args, config if config is not None else config_params)
-        document = read_document(source)
+        if "LOCAL_RANK" in os.environ:
+            # As DeepSpeed's engine does: the ranks of a host compare notes below, each over its own device.
+            get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
         # With an mpu or a mesh, DeepSpeed takes the data-parallel size from there, and checks the sizes itself.
         world_size = dist.get_world_size() if mpu is None and not mesh_param else None
-        hybrid_config = load(source, world_size=world_size, allow_auto=False)
+        document, hybrid_config = _agreed_config(
+            args, config if config is not None else config_params, world_size=world_size
+        )
         for warning in [*find_warnings(document, name="ds_config"), *untested_versions()]:
             log_dist(f"ds_hybrid: {warning}", ranks=[0], level=logging.WARNING)
         mesh_device = _mesh_device(mesh_param, document)
@@ -196,11 +199,29 @@ def initialize(
             mesh_device=mesh_device,
             config_class=ds_config,
         )
-        compare_ranks(_facts(document, engine))
+        compare_ranks(_facts_of_layers(engine))
     finally:
         deepspeed.zero.partition_parameters.restore_init_context()
     engine._configure_python_gc()
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _agreed_config(
+    args: Any, config: str | Path | Mapping[str, Any] | None, *, world_size: int | None
+) -> tuple[dict[str, Any], HybridConfig]:
+    """The ds_config and our section of it, when every rank has the same and no rank finds fault with it."""
+    document: dict[str, Any] = {}
+    hybrid_config = HybridConfig()
+    problems: tuple[str, ...] = ()
+    try:
+        source = _config_source(args, config)
+        document = read_document(source)
+        hybrid_config = load(source, world_size=world_size, allow_auto=False)
+    except ConfigError as error:
+        problems = error.problems
+    raise_alike(problems)
+    compare_ranks({key: json.dumps(value, sort_keys=True, default=str) for key, value in document.items()})
+    return document, hybrid_config
 
 
 def _config_source(args: Any, config: str | Path | Mapping[str, Any] | None) -> str | Path | Mapping[str, Any]:
@@ -222,15 +243,13 @@ def _mesh_device(mesh_param: Any, document: Mapping[str, Any]) -> Any:
     return dist.initialize_mesh_device(sizes, ("data_parallel", "sequence_parallel")) if sizes else None
 
 
-def _facts(document: Mapping[str, Any], engine: MoEEngine) -> dict[str, str]:
+def _facts_of_layers(engine: MoEEngine) -> dict[str, str]:
     """What must be the same on every rank, in words."""
-    text = json.dumps(document, sort_keys=True, default=repr)
-    layers = {
+    return {
         name: f"{layer.dispatcher.mode} (guard {layer.dispatcher.guard}), {layer.num_experts} experts, "
         f"top-{layer.top_k}, hidden size {layer.hidden_size}"
         for name, layer in engine.moe_layers_by_name().items()
     }
-    return {"ds_config": f"checksum {zlib.crc32(text.encode()):08x}", **layers}
 
 
 def _take_counts(layer: HybridAutoEPLayer | MoE) -> Tensor:

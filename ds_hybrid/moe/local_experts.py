@@ -69,7 +69,7 @@ def build_expert(source: ExpertSource, *, seed: int, expert_id: int) -> nn.Modul
         expert = copy.deepcopy(source)
         _shuffle(expert, torch.Generator().manual_seed(seed_of_expert))
         return expert
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(seed_of_expert)
         expert = source()

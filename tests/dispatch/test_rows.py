@@ -73,3 +73,10 @@ def test_group_by_slot_sorts_by_slot_then_cell() -> None:
     assert rows.rows_by_cell.tolist() == [2, 0, 3, 4, 1]
     assert rows.first_of_token.tolist() == [0, 1, 3, 3]
     assert counts.tolist() == [2, 0, 3, 0]
+
+
+def test_a_second_derivative_is_refused_and_not_wrong(rows: RowMap) -> None:
+    tokens = normal(NUM_TOKENS, HIDDEN).requires_grad_()
+    (gradient,) = torch.autograd.grad(expand(tokens, rows).square().sum(), tokens, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()

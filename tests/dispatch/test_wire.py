@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -18,10 +19,13 @@ class Loopback(RankGroup):
     def __init__(self) -> None:
         self.size, self.rank, self.meter = 2, 0, Meter()
         self.sent: list[torch.Tensor] = []
+        self.received: list[torch.Tensor] = []
 
     def _all_to_all(self, rows: torch.Tensor, *_: Any) -> Transfer:
+        received = rows.clone()
         self.sent.append(rows)
-        return Transfer(None, rows.clone)
+        self.received.append(received)
+        return Transfer(None, lambda: received)
 
 
 @pytest.mark.parametrize("num_rows", [0, 5])
@@ -88,3 +92,17 @@ def test_a_block_that_was_rounded_before_stays_as_it_is() -> None:
     once = decode(encode(rows, "fp8_e4m3"), 300, torch.float32, "fp8_e4m3")
     twice = decode(encode(once, "fp8_e4m3"), 300, torch.float32, "fp8_e4m3")
     torch.testing.assert_close(twice, once, rtol=1e-6, atol=0)
+
+
+def test_an_exchange_lets_go_of_what_it_brought() -> None:
+    """Neither the sent bytes nor the received ones stay alive until backward."""
+    group = Loopback()
+    exchange = WeightedRowsExchange(group, [2, 0], [2, 0])
+    rows, weights = exchange.run(torch.randn(2, 4, requires_grad=True), torch.rand(2, 1))
+    held = [weakref.ref(group.sent.pop()), weakref.ref(group.received.pop())]
+    total = rows.sum()
+    del rows, weights
+    assert [reference() for reference in held] == [None, None]
+    total.backward()
+    held = [weakref.ref(group.sent.pop()), weakref.ref(group.received.pop())]
+    assert [reference() for reference in held] == [None, None]

@@ -173,6 +173,7 @@ def worst_error(trained: Outcome, reference: Outcome, initial: dict[str, Tensor]
     """The largest error of a parameter that this rank holds, over the largest change that training made to any."""
     changes = [float((value - initial[name]).abs().max()) for name, value in reference.parameters.items()]
     errors = [float((value - reference.parameters[name]).abs().max()) for name, value in trained.parameters.items()]
+    assert all(value.isfinite().all() for value in trained.parameters.values())
     return max(errors) / max(changes)
 
 

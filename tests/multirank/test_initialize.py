@@ -69,8 +69,19 @@ def test_a_model_without_experts_trains_like_deepspeeds(two_ranks: RankPool) -> 
         ),
         (
             "another mode on rank 1",
+            'ds_hybrid: ranks 0 and 1 differ: {"dispatch": {"mode": "two_stage"}} and {"dispatch": {"mode": '
+            '"alltoall"}}. Give every host the same ds_config and the same model.',
+        ),
+        (
+            "another stage on rank 1",
+            'zero_optimization: ranks 0 and 1 differ: {"stage": 1} and {"stage": 3}. '
+            "Give every host the same ds_config and the same model.",
+        ),
+        ("a typo on rank 1", 'rank 1: zero_optimisation (ds_config): unknown key. Did you mean "zero_optimization"?'),
+        (
+            "another model on rank 1",
             "model.layers.0.mlp: ranks 0 and 1 differ: two_stage (guard True), 8 experts, top-3, hidden size 32 and "
-            "alltoall (guard True), 8 experts, top-3, hidden size 32. Give every host the same ds_config and the same "
+            "two_stage (guard True), 8 experts, top-2, hidden size 32. Give every host the same ds_config and the same "
             "model.",
         ),
     ],
@@ -141,6 +152,7 @@ def clipping_of_dense_model() -> int:
 def message_of_mistake(case: str) -> str:
     model: Any = nn.Linear(2, 2)
     config = Run().ds_config()
+    other = dist.get_rank() == 1
     arguments: dict[str, Any] = {
         "no model": {"config": config},
         "no config": {"model": model},
@@ -154,12 +166,21 @@ def message_of_mistake(case: str) -> str:
         },
         "another mode on rank 1": {
             "model": make_model("qwen3_moe"),
-            "config": Run(mode="alltoall" if dist.get_rank() else "two_stage").ds_config(),
+            "config": {**config, "ds_hybrid": {"dispatch": {"mode": "alltoall" if other else "two_stage"}}},
+        },
+        "another stage on rank 1": {
+            "model": make_model("qwen3_moe"),
+            "config": {**config, "zero_optimization": {"stage": 3 if other else 1}},
+        },
+        "a typo on rank 1": {"model": model, "config": {**config, **({"zero_optimisation": {}} if other else {})}},
+        "another model on rank 1": {
+            "model": make_model("qwen3_moe", num_experts_per_tok=2 if other else 3),
+            "config": config,
         },
         "hybrid engine": {"model": model, "config": {**config, "hybrid_engine": {"enabled": True}}},
     }[case]
     try:
         ds_hybrid.initialize(**arguments)
     except ConfigError as error:
-        return "\n".join(line for line in error.problems if not line.startswith(("ds_config:", "model.layers.1")))
+        return "\n".join(line for line in error.problems if not line.startswith("model.layers.1"))
     return "no error"

@@ -16,14 +16,13 @@ from torch.utils.checkpoint import checkpoint
 
 import ds_hybrid
 from ds_hybrid import ConfigError
-from ds_hybrid.dispatch.modes import Mode
+from ds_hybrid.dispatch.modes import MODES, Mode
 from ds_hybrid.placement import ExpertPlacement
 from tests.dispatch.reference import relative_error
 from tests.moe.reference import Reference, dense_moe
 from tests.ranks import RankPool
 
 HIDDEN, EXPERTS = 8, 4
-MODES: tuple[Mode, ...] = ("alltoall", "allgather", "two_stage")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 DROP = {"drop_tokens": True, "min_capacity": 0}
 

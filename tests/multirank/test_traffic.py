@@ -79,6 +79,7 @@ def test_replicated_sends_nothing_but_its_reductions(four_ranks: RankPool) -> No
 
 
 def test_fp8_takes_half_of_bf16_out_and_three_quarters_of_a_forward() -> None:
+    """Of the values; the routing weights that ride along stay float32."""
     shape = WireShape(num_ranks=4, num_experts=64, top_k=8, hidden_size=1024, value_bytes=2)
     fp8 = replace(shape, wire_dtype="fp8_e4m3")
     assert fp8.dispatched_row_bytes / shape.dispatched_row_bytes <= 0.53

@@ -58,29 +58,40 @@ class MoEEngine(DeepSpeedEngine):
     def _configure_expert_parallel(self, model: nn.Module, collect_sources: bool | None = None) -> Any:
         with router_recorders_hidden(model):
             sources = super()._configure_expert_parallel(model, collect_sources)
+        adopted = self._adopt_converted_layers(model)
+        record_router_logits(model, adopted)
+        self._configure_explicit_layers(model)
+        if self.expert_parallel_is_on() and not adopted:
+            log_dist("ds_hybrid: the model has no MoE layer that AutoEP knows", ranks=[0], level=logging.WARNING)
+        return sources
+
+    def _adopt_converted_layers(self, model: nn.Module) -> list[HybridAutoEPLayer]:
         dispatch = self.hybrid_config.dispatch
         converted = {name: layer for name, layer in model.named_modules() if type(layer) is AutoEPMoELayer}
         node_groups = None
         if converted and dispatch.mode == "hierarchical":
-            node_groups = make_node_groups(
-                groups._get_expert_parallel_group(next(iter(converted.values())).ep_group_name)
-            )
-        adopted = [
+            group_name = next(iter(converted.values())).ep_group_name
+            node_groups = make_node_groups(groups._get_expert_parallel_group(group_name))
+        return [
             HybridAutoEPLayer.adopt(layer, name=name, dispatch=dispatch, node_groups=node_groups)
             for name, layer in converted.items()
         ]
-        record_router_logits(model, adopted)
+
+    def _configure_explicit_layers(self, model: nn.Module) -> None:
         for name, layer in model.named_modules():
-            if isinstance(layer, MoE):
-                layer.configure(name=name, dispatch=dispatch)
-                if self.zero_optimization_partition_weights():
-                    raise ConfigError(
-                        f"zero_optimization.stage = 3: {name or 'the model'} is a ds_hybrid.MoE, which DeepSpeed "
-                        "trains with stages 0, 1 and 2."
-                    )
-        if self._config.expert_parallel_config.enabled and not adopted:
-            log_dist("ds_hybrid: the model has no MoE layer that AutoEP knows", ranks=[0], level=logging.WARNING)
-        return sources
+            if not isinstance(layer, MoE):
+                continue
+            if self.zero_optimization_partition_weights():
+                raise ConfigError(
+                    f"zero_optimization.stage = 3: {name or 'the model'} is a ds_hybrid.MoE, which DeepSpeed "
+                    "trains with stages 0, 1 and 2."
+                )
+            layer.configure(name=name, dispatch=self.hybrid_config.dispatch)
+
+    def expert_parallel_is_on(self) -> bool:
+        """Whether the ds_config lets AutoEP convert layers."""
+        config = self._config.expert_parallel_config
+        return config is not None and config.enabled
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: list[Any]) -> None:
         if self.has_moe_layers:

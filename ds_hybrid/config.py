@@ -158,8 +158,29 @@ def load(
     Raises:
         ConfigError: with one line for each problem of the whole file.
     """
-    document = read_document(source)
-    name = "ds_config" if isinstance(source, Mapping) else str(source)
+    return check(
+        read_document(source),
+        name=name_of(source),
+        world_size=world_size,
+        num_experts=num_experts,
+        allow_auto=allow_auto,
+    )
+
+
+def name_of(source: str | Path | Mapping[str, Any]) -> str:
+    """How messages call a ds_config."""
+    return "ds_config" if isinstance(source, Mapping) else str(source)
+
+
+def check(
+    document: Mapping[str, Any],
+    *,
+    name: str,
+    world_size: int | None = None,
+    num_experts: int | None = None,
+    allow_auto: bool = True,
+) -> HybridConfig:
+    """As :func:`load`, of a ds_config that has been read; ``name`` is how to call it."""
     problems = find_problems(document, name=name, world_size=world_size, num_experts=num_experts)
     if not allow_auto:
         problems += [problem.line(name) for problem in unresolved_problems(document)]

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from ds_hybrid.config import HybridConfig, find_warnings, load
+from ds_hybrid.config import HybridConfig, check, find_warnings
 from ds_hybrid.document import count_at, experts_are_parallel, read_document
 from ds_hybrid.errors import ConfigError
 from ds_hybrid.problems import ABSENT, value_at
@@ -36,12 +36,12 @@ def run(arguments: argparse.Namespace) -> int:
     status = 0
     for file in arguments.files:
         try:
-            config = load(file, world_size=arguments.world_size, num_experts=arguments.num_experts)
+            document = read_document(file)
+            config = check(document, name=file, world_size=arguments.world_size, num_experts=arguments.num_experts)
         except ConfigError as error:
             print(error, file=sys.stderr)
             status = 2
         else:
-            document = read_document(file)
             for warning in find_warnings(document, name=file):
                 print(f"warning: {warning}", file=sys.stderr)
             print(f"{file}: ok ({summary(config, document)})")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from ds_hybrid.dispatch.allgather import AllGatherDispatcher
 from ds_hybrid.dispatch.alltoall import AllToAllDispatcher
 from ds_hybrid.dispatch.collectives import RankGroup
@@ -38,6 +40,11 @@ def make_dispatcher(
             raise DispatchError(f'{layer}: mode "hierarchical" needs an expert-parallel group that spans nodes.')
         return HierarchicalDispatcher(group, nodes, layer=layer, guard=guard, wire_dtype=wire_dtype)
     return _DISPATCHERS[mode](group, layer=layer, guard=guard, wire_dtype=wire_dtype)
+
+
+def resolve_mode(mode: Mode | Literal["auto"], shape: WireShape) -> Mode:
+    """``mode``, or for ``"auto"`` the choice of :func:`choose_mode`."""
+    return choose_mode(shape) if mode == "auto" else mode
 
 
 def choose_mode(shape: WireShape) -> Mode:

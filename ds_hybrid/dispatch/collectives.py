@@ -123,5 +123,15 @@ class RankGroup:
         return Transfer(work, lambda: received, sent)
 
 
+class LoneRank(RankGroup):
+    """A group of one. It needs no process group and exchanges nothing."""
+
+    def __init__(self, meter: Meter) -> None:
+        self.process_group = None
+        self.meter = meter
+        self.size = 1
+        self.rank = 0
+
+
 def _num_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()

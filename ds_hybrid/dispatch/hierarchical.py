@@ -11,7 +11,8 @@ from typing import Any
 
 from ds_hybrid.dispatch.collectives import RankGroup
 from ds_hybrid.dispatch.hops import Hop, HopsDispatcher
-from ds_hybrid.errors import DispatchError
+from ds_hybrid.dispatch.meter import Meter
+from ds_hybrid.dispatch.nodes import hops_over_nodes
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,10 @@ class NodeProcessGroups:
     node_of_rank: tuple[int, ...]
     across: Any
     inside: Any
+
+    def with_meter(self, meter: Meter) -> NodeGroups:
+        """The groups of a layer, which notes what it sends over them on ``meter``."""
+        return NodeGroups(self.node_of_rank, RankGroup(self.across, meter), RankGroup(self.inside, meter))
 
 
 @dataclass(frozen=True)
@@ -48,20 +53,6 @@ class HierarchicalDispatcher(HopsDispatcher):
     mode = "hierarchical"
 
     def __init__(self, group: RankGroup, nodes: NodeGroups, **options: Any) -> None:
-        place_of_rank = places_in_nodes(nodes.node_of_rank)
-        own_node, own_place = nodes.node_of_rank[group.rank], place_of_rank[group.rank]
-        at = {spot: rank for rank, spot in enumerate(zip(nodes.node_of_rank, place_of_rank, strict=True))}
-        peer = tuple(at[node, own_place] for node in nodes.node_of_rank)
-        inside = tuple(rank if node == own_node else -1 for rank, node in enumerate(nodes.node_of_rank))
-        super().__init__(group, [Hop(nodes.across, peer), Hop(nodes.inside, inside)], **options)
-
-
-def places_in_nodes(node_of_rank: tuple[int, ...]) -> tuple[int, ...]:
-    """The place of each rank among the ranks of its node, in rank order."""
-    sizes = {node: node_of_rank.count(node) for node in sorted(set(node_of_rank))}
-    if len(set(sizes.values())) > 1:
-        raise DispatchError(
-            f"the nodes hold {', '.join(map(str, sizes.values()))} ranks of the expert-parallel group, must hold the "
-            'same number. Choose another autoep_size, or ds_hybrid.dispatch.mode "two_stage".'
-        )
-    return tuple(node_of_rank[:rank].count(node) for rank, node in enumerate(node_of_rank))
+        hops = (table[group.rank].tolist() for table in hops_over_nodes(nodes.node_of_rank))
+        groups = (nodes.across, nodes.inside)
+        super().__init__(group, [Hop(g, tuple(hop)) for g, hop in zip(groups, hops, strict=True)], **options)

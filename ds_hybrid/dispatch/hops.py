@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,6 @@ from ds_hybrid.dispatch.collectives import RankGroup
 from ds_hybrid.dispatch.dispatcher import Dispatcher
 from ds_hybrid.dispatch.exchanges import Flight, RowsExchange
 from ds_hybrid.dispatch.gathering import gather_ids
-from ds_hybrid.dispatch.modes import WireDtype
 from ds_hybrid.dispatch.routing import Routing, ranks_needed
 from ds_hybrid.dispatch.rows import RowMap, expand, weighted_sum
 from ds_hybrid.dispatch.wire import WeightedRowsExchange
@@ -85,16 +85,8 @@ class HopsState:
 class HopsDispatcher(Dispatcher):
     """Sends rows over ``hops`` one after the other; the last hop leads to the rank of the expert."""
 
-    def __init__(
-        self,
-        group: RankGroup,
-        hops: Sequence[Hop],
-        *,
-        layer: str = "MoE layer",
-        guard: bool = True,
-        wire_dtype: WireDtype = "auto",
-    ) -> None:
-        super().__init__(group, layer=layer, guard=guard, wire_dtype=wire_dtype)
+    def __init__(self, group: RankGroup, hops: Sequence[Hop], **options: Any) -> None:
+        super().__init__(group, **options)
         self.hops = tuple(hops)
 
     def start_dispatch(self, tokens: Tensor, routing: Routing, placement: ExpertPlacement) -> HopsStarted:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_hybrid.dispatch.modes import FP8_BLOCK, Mode, WireDtype
+from ds_hybrid.dispatch.nodes import hops_over_nodes
 
 IntArray = npt.NDArray[np.int64]
 
@@ -162,11 +163,7 @@ def _rows(mode: Mode, rank_of_choice: Sequence[IntArray], shape: WireShape, node
     everywhere = np.tile(np.arange(num_ranks), (num_ranks, 1))
     if mode == "two_stage":
         return _rows_over_hops(rank_of_choice, [everywhere], shape)
-    nodes = np.asarray(node_of_rank)
-    place = np.array([np.count_nonzero(nodes[:rank] == node) for rank, node in enumerate(nodes)])
-    peer = np.stack([[np.flatnonzero(nodes == node)[own] for node in nodes] for own in place])
-    inside = np.where(nodes[:, None] == nodes, everywhere, -1)
-    return _rows_over_hops(rank_of_choice, [peer, inside], shape)
+    return _rows_over_hops(rank_of_choice, hops_over_nodes(node_of_rank), shape)
 
 
 def _rows_over_hops(rank_of_choice: Sequence[IntArray], hops: Sequence[IntArray], shape: WireShape) -> _Rows:

@@ -27,7 +27,7 @@ from deepspeed.runtime.tensor_parallel.init_utils import merge_tp_model_init_int
 from deepspeed.utils import groups, log_dist
 from torch import Tensor, nn
 
-from ds_hybrid.config import HybridConfig, find_warnings, load, read_document
+from ds_hybrid.config import HybridConfig, check, find_warnings, name_of, read_document
 from ds_hybrid.engine.agreement import compare_ranks, raise_alike
 from ds_hybrid.engine.clipping import clip_gradients
 from ds_hybrid.engine.groups import make_node_groups
@@ -227,7 +227,7 @@ def _agreed_config(
     try:
         source = _config_source(args, config)
         document = read_document(source)
-        hybrid_config = load(source, world_size=world_size, allow_auto=False)
+        hybrid_config = check(document, name=name_of(source), world_size=world_size, allow_auto=False)
     except ConfigError as error:
         problems = error.problems
     raise_alike(problems)

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ds_hybrid.dispatch.hierarchical import NodeProcessGroups, places_in_nodes
+from ds_hybrid.dispatch.hierarchical import NodeProcessGroups
+from ds_hybrid.dispatch.nodes import places_in_nodes
 from ds_hybrid.errors import ConfigError
 
 

@@ -14,10 +14,10 @@ from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from torch import Tensor
 
 from ds_hybrid.config import DispatchConfig
-from ds_hybrid.dispatch.choose import choose_mode, make_dispatcher
+from ds_hybrid.dispatch.choose import make_dispatcher, resolve_mode
 from ds_hybrid.dispatch.collectives import RankGroup
 from ds_hybrid.dispatch.dispatcher import Dispatcher
-from ds_hybrid.dispatch.hierarchical import NodeGroups, NodeProcessGroups
+from ds_hybrid.dispatch.hierarchical import NodeProcessGroups
 from ds_hybrid.dispatch.meter import Meter, is_recomputing
 from ds_hybrid.dispatch.overlap import run_in_chunks
 from ds_hybrid.dispatch.routing import Routing, count_values
@@ -81,16 +81,14 @@ class HybridAutoEPLayer(AutoEPMoELayer):
             raise ConfigError(f"{self.layer_name}: tensor parallelism with expert_parallel is not available.")
         if self.score_apply != "post":
             raise ConfigError(f'{self.layer_name}: expert_parallel.score_apply "{self.score_apply}" is not available.')
-        mode = self._dispatch_config.mode
-        if mode == "auto":
-            mode = choose_mode(self._wire_shape())
+        cut = self._node_groups
         self.dispatcher = make_dispatcher(
-            mode,
+            resolve_mode(self._dispatch_config.mode, self._wire_shape()),
             RankGroup(self.ep_group, self.meter),
             layer=self.layer_name,
             guard=self._dispatch_config.guard,
             wire_dtype=self._dispatch_config.wire_dtype,
-            nodes=self._nodes(),
+            nodes=None if cut is None else cut.with_meter(self.meter),
         )
 
     def _forward(self, hidden_states: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
@@ -112,12 +110,6 @@ class HybridAutoEPLayer(AutoEPMoELayer):
             num_chunks=self._dispatch_config.overlap_chunks,
         )
         return self._finalize_output(output.view(hidden_states.shape), tokens, hidden_states, hidden_size)
-
-    def _nodes(self) -> NodeGroups | None:
-        cut = self._node_groups
-        if cut is None:
-            return None
-        return NodeGroups(cut.node_of_rank, RankGroup(cut.across, self.meter), RankGroup(cut.inside, self.meter))
 
     def _wire_shape(self) -> WireShape:
         return WireShape(

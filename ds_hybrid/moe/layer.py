@@ -13,8 +13,8 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch import Tensor, nn
 
 from ds_hybrid.config import DispatchConfig
-from ds_hybrid.dispatch.choose import choose_mode, make_dispatcher
-from ds_hybrid.dispatch.collectives import RankGroup
+from ds_hybrid.dispatch.choose import make_dispatcher, resolve_mode
+from ds_hybrid.dispatch.collectives import LoneRank, RankGroup
 from ds_hybrid.dispatch.dispatcher import Dispatcher
 from ds_hybrid.dispatch.meter import Meter, is_recomputing
 from ds_hybrid.dispatch.modes import Mode
@@ -23,7 +23,7 @@ from ds_hybrid.errors import ConfigError, DispatchError
 from ds_hybrid.moe.arguments import NOISE_OF_POLICY, check_arguments, check_dispatch, check_world_size
 from ds_hybrid.moe.capacity import Capacity, DropPolicy
 from ds_hybrid.moe.local_experts import ExpertSource, LocalExperts, build_expert
-from ds_hybrid.moe.routed_experts import LoneRank, MoEResult, RoutedExperts
+from ds_hybrid.moe.routed_experts import MoEResult, RoutedExperts
 from ds_hybrid.moe.router import Router, RouterOptions, ScoreFunction
 from ds_hybrid.placement import ExpertPlacement
 
@@ -231,9 +231,8 @@ class MoE(DeepSpeedMoE):
             value_bytes=gate.wg.weight.element_size(),
             wire_dtype=self._dispatch_config.wire_dtype,
         )
-        mode = self._mode if self._mode != "auto" else choose_mode(shape)
         dispatcher = make_dispatcher(
-            mode,
+            resolve_mode(self._mode, shape),
             group,
             layer=self.layer_name,
             guard=self._dispatch_config.guard,

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ds_hybrid.dispatch.collectives import RankGroup
 from ds_hybrid.dispatch.dispatcher import Dispatcher
-from ds_hybrid.dispatch.meter import Meter
 from ds_hybrid.dispatch.overlap import run_in_chunks
 from ds_hybrid.dispatch.routing import Routing
 from ds_hybrid.dispatch.rows import RowMap, expand, weighted_sum
@@ -34,16 +32,6 @@ class MoEResult:
     l_aux: Tensor
     num_routed: Tensor
     num_processed: Tensor
-
-
-class LoneRank(RankGroup):
-    """A group of one. It needs no process group and exchanges nothing."""
-
-    def __init__(self, meter: Meter) -> None:
-        self.process_group = None
-        self.meter = meter
-        self.size = 1
-        self.rank = 0
 
 
 class RoutedExperts(nn.Module):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ds_hybrid.dispatch.collectives import LoneRank
 from ds_hybrid.dispatch.meter import Meter
 from ds_hybrid.dispatch.routing import Routing
-from ds_hybrid.moe.routed_experts import LoneRank, pack_kept
+from ds_hybrid.moe.routed_experts import pack_kept
 from ds_hybrid.moe.router import RouterOutput
 
 TOKENS = torch.tensor([[1.0], [2.0], [3.0]], dtype=torch.float64)

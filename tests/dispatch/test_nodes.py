@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ds_hybrid.dispatch.hierarchical import places_in_nodes
+from ds_hybrid.dispatch.nodes import places_in_nodes
 from ds_hybrid.errors import DispatchError
 
 

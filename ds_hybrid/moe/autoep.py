@@ -6,7 +6,6 @@ clips and saves its parameters. Between its router and its output tail runs one 
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,16 +13,16 @@ from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from torch import Tensor
 
 from ds_hybrid.config import DispatchConfig
-from ds_hybrid.dispatch.choose import make_dispatcher, resolve_mode
 from ds_hybrid.dispatch.collectives import RankGroup
 from ds_hybrid.dispatch.dispatcher import Dispatcher
-from ds_hybrid.dispatch.hierarchical import NodeProcessGroups
+from ds_hybrid.dispatch.hierarchical import CutByNodes
 from ds_hybrid.dispatch.meter import Meter, is_recomputing
 from ds_hybrid.dispatch.overlap import run_in_chunks
 from ds_hybrid.dispatch.routing import Routing, count_values
+from ds_hybrid.dispatch.switch import DispatchSwitch
 from ds_hybrid.dispatch.traffic import WireShape
 from ds_hybrid.errors import ConfigError
-from ds_hybrid.moe.experts import run_experts
+from ds_hybrid.moe.experts import HybridExperts
 from ds_hybrid.placement import ExpertPlacement
 
 
@@ -33,13 +32,14 @@ class HybridAutoEPLayer(AutoEPMoELayer):
     Attributes:
         layer_name: the block's name in the model, for messages and statistics.
         placement: which rank and slot holds which expert of the model.
+        switch: the dispatcher, and the others that mode ``auto`` may take.
         meter: what this rank sent for this layer.
         expert_load: [E] int64, how many (token, choice) pairs of this rank chose each expert in training.
     """
 
     layer_name: str
     placement: ExpertPlacement
-    dispatcher: Dispatcher
+    switch: DispatchSwitch
     meter: Meter
     expert_load: Tensor
 
@@ -50,20 +50,21 @@ class HybridAutoEPLayer(AutoEPMoELayer):
         *,
         name: str,
         dispatch: DispatchConfig,
-        node_groups: NodeProcessGroups | None = None,
+        cut_by_nodes: CutByNodes | None = None,
     ) -> HybridAutoEPLayer:
         """Turn a converted layer into ours in place: its parameters, marks and hooks stay what they are.
 
         Args:
             name: of the layer in the model.
-            node_groups: the expert-parallel group cut by nodes; mode ``hierarchical`` needs it.
+            cut_by_nodes: gives the parts of an expert-parallel group; ``hierarchical`` needs it.
         """
         layer.__class__ = cls
+        HybridExperts.adopt(layer.experts)
         layer.layer_name = name
         layer.placement = ExpertPlacement.contiguous(layer.num_experts, layer.ep_size)
         layer.meter = Meter()
         layer._dispatch_config = dispatch
-        layer._node_groups = node_groups
+        layer._cut_by_nodes = cut_by_nodes
         # An integer buffer: DeepSpeed would cast a floating-point one to bf16, which stops counting at 256.
         load = torch.zeros(layer.num_experts, dtype=torch.int64, device=layer.tokens_per_expert.device)
         layer.register_buffer("expert_load", load, persistent=False)
@@ -81,15 +82,19 @@ class HybridAutoEPLayer(AutoEPMoELayer):
             raise ConfigError(f"{self.layer_name}: tensor parallelism with expert_parallel is not available.")
         if self.score_apply != "post":
             raise ConfigError(f'{self.layer_name}: expert_parallel.score_apply "{self.score_apply}" is not available.')
-        cut = self._node_groups
-        self.dispatcher = make_dispatcher(
-            resolve_mode(self._dispatch_config.mode, self._wire_shape()),
+        self.switch = DispatchSwitch(
+            self._dispatch_config.mode,
             RankGroup(self.ep_group, self.meter),
+            self._wire_shape(),
             layer=self.layer_name,
             guard=self._dispatch_config.guard,
-            wire_dtype=self._dispatch_config.wire_dtype,
-            nodes=None if cut is None else cut.with_meter(self.meter),
+            cut_by_nodes=self._cut_by_nodes,
         )
+
+    @property
+    def dispatcher(self) -> Dispatcher[Any]:
+        """What moves the tokens at present."""
+        return self.switch.dispatcher
 
     def _forward(self, hidden_states: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         hidden_size = hidden_states.shape[-1]
@@ -106,7 +111,7 @@ class HybridAutoEPLayer(AutoEPMoELayer):
             tokens,
             routing,
             self.placement,
-            partial(run_experts, self.experts),
+            self.experts.run,
             num_chunks=self._dispatch_config.overlap_chunks,
         )
         return self._finalize_output(output.view(hidden_states.shape), tokens, hidden_states, hidden_size)

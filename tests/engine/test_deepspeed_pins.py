@@ -46,6 +46,7 @@ SOURCES = {
     # Made by it, and used by HybridAutoEPLayer: the attributes of the layer, the router's triple, the experts' call.
     "AutoEPMoELayer.__init__": (AutoEPMoELayer.__init__, "10cb1af357c80641"),
     "TokenChoiceTopKRouter.forward": (TokenChoiceTopKRouter.forward, "a81b54276051d4a5"),
+    "GroupedExperts.__init__": (GroupedExperts.__init__, "25fa5cd6b48a930e"),
     "GroupedExperts.forward": (GroupedExperts.forward, "fc98c9cb99d7d5ad"),
     # Kept from finding anything by engine/router_logits.py, its warning with it.
     "_retarget_transformers_output_recorders_for_modules": (
@@ -75,6 +76,8 @@ NAMES = [
     "deepspeed.module_inject.auto_ep_layer:permute_by_local_expert",
     "deepspeed.module_inject.auto_ep_layer:unpermute_by_local_expert",
     "deepspeed.moe.ep_experts:GroupedExperts",
+    "deepspeed.moe.ep_experts:apply_expert_activation",
+    "torch:_grouped_mm",
     "deepspeed.utils.groups:_get_expert_parallel_group_dict",
     "deepspeed.utils.groups:_create_expert_and_data_parallel",
     "deepspeed.utils.groups:mpu",

@@ -8,20 +8,20 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from ds_hybrid.dispatch.collectives import RankGroup
-from ds_hybrid.dispatch.predict import LinkSpeed
+from ds_hybrid.dispatch.predict import GroupSpeed
 
 _SMALL, _LARGE = 64, 2**20
 _NUM_REPEATS = 5
 
 
-def measure_link(group: RankGroup) -> LinkSpeed:
+def measure_link(group: RankGroup) -> GroupSpeed:
     """Time an exchange of all ranks with all, with 64 bytes and with 1 MiB for each; the best of 5 repeats.
 
     Collective over the group. The ranks may see different figures: what decides must be agreed afterwards.
     """
     quick, slow = _best_seconds(group, _SMALL), _best_seconds(group, _LARGE)
     leaving = (_LARGE - _SMALL) * (group.size - 1)
-    return LinkSpeed(latency=quick, bandwidth=leaving / max(slow - quick, 1e-9))
+    return GroupSpeed(latency=quick, bandwidth=leaving / max(slow - quick, 1e-9))
 
 
 def _best_seconds(group: RankGroup, num_bytes: int) -> float:

@@ -25,7 +25,7 @@ Way = Literal["group", "across", "inside"]
 
 
 @dataclass(frozen=True)
-class LinkSpeed:
+class GroupSpeed:
     """A group of ranks that exchange rows: seconds before the first byte, and bytes per second of a rank."""
 
     latency: float
@@ -70,7 +70,7 @@ def predicted_seconds(
     mode: Mode,
     table: DemandTable,
     shape: WireShape,
-    links: Mapping[Way, LinkSpeed],
+    links: Mapping[Way, GroupSpeed],
     *,
     node_of_rank: Sequence[int] = (),
 ) -> float:

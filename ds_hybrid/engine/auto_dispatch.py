@@ -15,7 +15,7 @@ from ds_hybrid.dispatch.collectives import RankGroup
 from ds_hybrid.dispatch.links import measure_link
 from ds_hybrid.dispatch.meter import Meter
 from ds_hybrid.dispatch.modes import Mode
-from ds_hybrid.dispatch.predict import DemandTable, LinkSpeed, predicted_seconds
+from ds_hybrid.dispatch.predict import DemandTable, GroupSpeed, predicted_seconds
 from ds_hybrid.dispatch.switch import DispatchSwitch
 
 INTERVAL = 20
@@ -34,7 +34,7 @@ class AutoDispatch:
 
     def __init__(self, switches: Sequence[DispatchSwitch]) -> None:
         self._switches = [switch for switch in switches if len(switch.candidates) > 1]
-        self._speeds: dict[Any, LinkSpeed] = {}
+        self._speeds: dict[Any, GroupSpeed] = {}
         self._num_steps = 0
 
     def after_step(self) -> None:
@@ -69,14 +69,14 @@ class AutoDispatch:
                 tables[switch] = DemandTable.of(totals) if totals[:, -1].all() else None
         return [(switch, tables[switch]) for switch in self._switches]
 
-    def _links(self, switch: DispatchSwitch) -> dict[Any, LinkSpeed]:
+    def _links(self, switch: DispatchSwitch) -> dict[Any, GroupSpeed]:
         for group in switch.ways.values():
             if group.process_group not in self._speeds:
                 self._speeds[group.process_group] = measure_link(RankGroup(group.process_group, Meter()))
         return {way: self._speeds[group.process_group] for way, group in switch.ways.items()}
 
 
-def _predict(switch: DispatchSwitch, table: DemandTable | None, links: dict[Any, LinkSpeed]) -> dict[Mode, float]:
+def _predict(switch: DispatchSwitch, table: DemandTable | None, links: dict[Any, GroupSpeed]) -> dict[Mode, float]:
     """Seconds in each candidate mode; zeros where the layer was not called."""
     if table is None:
         return dict.fromkeys(switch.candidates, 0.0)

@@ -11,7 +11,7 @@ import torch
 
 from ds_hybrid.dispatch.demand import DemandTotal, demand_of
 from ds_hybrid.dispatch.modes import MODES, Mode
-from ds_hybrid.dispatch.predict import DemandTable, LinkSpeed, Way, messages, predicted_seconds
+from ds_hybrid.dispatch.predict import DemandTable, GroupSpeed, Way, messages, predicted_seconds
 from ds_hybrid.dispatch.traffic import WireShape, backward_traffic, forward_traffic
 
 NODE_OF_RANK = (0, 1, 1, 0)
@@ -56,7 +56,7 @@ def test_a_table_holds_the_mean_call() -> None:
 
 
 def seconds_of(
-    ranks: Sequence[npt.NDArray[np.int64]], shape: WireShape, links: dict[Way, LinkSpeed]
+    ranks: Sequence[npt.NDArray[np.int64]], shape: WireShape, links: dict[Way, GroupSpeed]
 ) -> dict[Mode, float]:
     modes: tuple[Mode, ...] = (*MODES, "hierarchical") if "across" in links else MODES
     table = table_of(ranks)
@@ -64,14 +64,14 @@ def seconds_of(
 
 
 WIDE = WireShape(num_ranks=4, num_experts=16, top_k=3, hidden_size=1024, value_bytes=2)
-FAST = LinkSpeed(latency=0.0, bandwidth=1e9)
+FAST = GroupSpeed(latency=0.0, bandwidth=1e9)
 
 
 def test_time_is_latency_and_the_busiest_rank() -> None:
     """Every choice of three ranks lies on rank 0: alltoall, K = 1, so rank 0 receives what the three send."""
     shape = WireShape(num_ranks=4, num_experts=4, top_k=1, hidden_size=500, value_bytes=2, num_facts=0)
     ranks = [np.zeros((10, 1), dtype=np.int64) for _ in range(4)]
-    seconds = predicted_seconds("alltoall", table_of(ranks), shape, {"group": LinkSpeed(0.25, 1000.0)})
+    seconds = predicted_seconds("alltoall", table_of(ranks), shape, {"group": GroupSpeed(0.25, 1000.0)})
     header = 8 * 3 / 1000
     assert seconds == pytest.approx(5 * 0.25 + header + 4 * 30 * 1000 / 1000)
 
@@ -86,7 +86,7 @@ def test_skew_costs_alltoall_and_not_allgather() -> None:
 def test_a_slow_link_between_nodes_makes_hierarchical_the_quickest() -> None:
     shape = WireShape(num_ranks=4, num_experts=16, top_k=8, hidden_size=1024, value_bytes=2)
     ranks = routed((64,) * 4, shape)
-    slow = LinkSpeed(0.0, 1e7)
+    slow = GroupSpeed(0.0, 1e7)
     quickest = {
         "slow across": seconds_of(ranks, shape, {"group": slow, "across": slow, "inside": FAST}),
         "all alike": seconds_of(ranks, shape, {"group": FAST, "across": FAST, "inside": FAST}),

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ds_hybrid.dispatch.collectives import RankGroup
 from ds_hybrid.dispatch.links import measure_link
 from ds_hybrid.dispatch.meter import Meter
-from ds_hybrid.dispatch.predict import LinkSpeed
+from ds_hybrid.dispatch.predict import GroupSpeed
 from ds_hybrid.engine import auto_dispatch
 from ds_hybrid.engine import groups as engine_groups
 from tests.multirank.test_presets import LOSS_TOLERANCE, PARAMETER_TOLERANCE
@@ -27,7 +27,7 @@ from tests.multirank.training import (
 from tests.ranks import RankPool
 
 RUN = Run(mode="auto", ep_size=4, num_steps=5)
-WAITING = LinkSpeed(latency=1.0, bandwidth=1e12)
+WAITING = GroupSpeed(latency=1.0, bandwidth=1e12)
 """Every message costs a second and its bytes nothing, so the mode with the fewest messages wins."""
 
 
@@ -68,14 +68,14 @@ def test_ranks_that_measured_otherwise_decide_alike(four_ranks: RankPool) -> Non
 
 def test_less_than_a_tenth_changes_nothing(four_ranks: RankPool) -> None:
     """Bytes decide, and the mode that was chosen by bytes stays."""
-    results = four_ranks.run(watch, RUN, {4: LinkSpeed(latency=0.0, bandwidth=1e6)})
+    results = four_ranks.run(watch, RUN, {4: GroupSpeed(latency=0.0, bandwidth=1e6)})
     assert [result.modes for result in results] == [[["two_stage", "two_stage"]] * 5] * 4
     assert [result.lines for result in results] == [[]] * 4
 
 
 def test_slow_links_between_nodes_lead_to_hierarchical(four_ranks: RankPool) -> None:
     """Two nodes of two ranks: groups of four and, within them, pairs; the second pair measured is the one inside."""
-    speeds = {"group": LinkSpeed(0.0, 1e3), "across": LinkSpeed(0.0, 1e3), "inside": LinkSpeed(0.0, 1e9)}
+    speeds = {"group": GroupSpeed(0.0, 1e3), "across": GroupSpeed(0.0, 1e3), "inside": GroupSpeed(0.0, 1e9)}
     results = four_ranks.run(watch, replace(RUN, model_type="mixtral"), speeds, None, (0, 0, 1, 1))
     for result in results:
         assert result.modes == [["hierarchical", "hierarchical"]] * 5
@@ -107,7 +107,7 @@ def test_statistics_tell_what_arrived_and_how_long_ranks_waited(four_ranks: Rank
 
 def watch(
     run: Run,
-    speeds: dict[Any, LinkSpeed],
+    speeds: dict[Any, GroupSpeed],
     slow_rank: int | None = None,
     node_of_rank: tuple[int, ...] = (0, 0, 0, 0),
 ) -> Watched:
@@ -115,9 +115,9 @@ def watch(
     modes: list[list[str]] = []
     engines: list[Any] = []
 
-    def speed_of(group: RankGroup) -> LinkSpeed:
+    def speed_of(group: RankGroup) -> GroupSpeed:
         if slow_rank is not None and dist.get_rank() != slow_rank:
-            return LinkSpeed(0.0, 1e12)
+            return GroupSpeed(0.0, 1e12)
         if group.size in speeds:
             return speeds[group.size]
         ranks = dist.get_process_group_ranks(group.process_group)

@@ -125,19 +125,18 @@ class _WeightedExperts(torch.autograd.Function):
 
         grad_outputs = _take(grad_sums, groups)
         grad_weighted = _product_of_gradient(grad_outputs, w2, groups)
-        grad_gate, grad_up = torch.autograd.grad(hidden, (gate, up), _weigh(grad_weighted, weight_of_row))
-        hidden = hidden.detach()
-
         wants_tokens, wants_weights, *wants_parameters = ctx.needs_input_grad[:5]
         grad_tokens = grad_weights = None
-        if wants_tokens:
-            grad_rows = _product_of_gradient(grad_gate, w1, groups) + _product_of_gradient(grad_up, w3, groups)
-            grad_tokens = sum_rows(grad_rows, groups.rows_by_cell, groups.first_of_token, groups.num_copies)
         if wants_weights:
-            grad_of_row = torch.linalg.vecdot(grad_weighted.to(weights.dtype), hidden.to(weights.dtype))
+            grad_of_row = torch.linalg.vecdot(grad_weighted.to(weights.dtype), hidden.detach().to(weights.dtype))
             grad_weights = weights.new_zeros(weights.numel() + 1)
             grad_weights[groups.cell_of_row] = grad_of_row  # filling lands in the last place
             grad_weights = grad_weights[:-1].view_as(weights)
+        grad_gate, grad_up = torch.autograd.grad(hidden, (gate, up), _weigh(grad_weighted, weight_of_row))
+        hidden = hidden.detach()
+        if wants_tokens:
+            grad_rows = _product_of_gradient(grad_gate, w1, groups).add_(_product_of_gradient(grad_up, w3, groups))
+            grad_tokens = sum_rows(grad_rows, groups.rows_by_cell, groups.first_of_token, groups.num_copies)
         rows = _take(tokens, groups)
         of_parameter = ((grad_gate, rows), (grad_outputs, _weigh(hidden, weight_of_row)), (grad_up, rows))
         grad_parameters = [
@@ -165,7 +164,8 @@ def _weight_of_row(weights: Tensor | None, groups: RowGroups) -> Tensor | None:
 
 
 def _weigh(values: Tensor, weight_of_row: Tensor | None) -> Tensor:
-    return values if weight_of_row is None else (values * weight_of_row[:, None]).to(values.dtype)
+    """Multiply in place, in the dtype of the weights, and round once."""
+    return values if weight_of_row is None else values.mul_(weight_of_row[:, None])
 
 
 def _product(rows: Tensor, parameter: Tensor, groups: RowGroups) -> Tensor:

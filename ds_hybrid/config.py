@@ -107,8 +107,6 @@ _Values = Mapping[str, tuple[Any, ...]]
 NOT_YET: Final[_Values] = MappingProxyType(
     {
         "ds_hybrid.dispatch.mode": ("auto", "alltoall", "allgather", "two_stage", "hierarchical"),
-        "ds_hybrid.topology.source": ("auto",),
-        "ds_hybrid.topology.expert_groups": ("auto",),
         "ds_hybrid.rebalance.enabled": (False,),
         "ds_hybrid.attention.kv_gather": ("off",),
         "ds_hybrid.observe.directory": (None,),

@@ -37,9 +37,9 @@ def run_in_chunks(
     size, rest = divmod(routing.num_tokens, num_chunks)
     sizes = [size + 1] * rest + [size] * (num_chunks - rest)
     parts = tokens.split(sizes)
-    of_part = zip(routing.topk_ids.split(sizes), routing.topk_weights.split(sizes), strict=True)
-    routings = [Routing(ids, weights, routing.num_experts) for ids, weights in of_part]
-    plans = [dispatcher.plan(part, of_part, placement) for part, of_part in zip(parts, routings, strict=True)]
+    choices = zip(routing.topk_ids.split(sizes), routing.topk_weights.split(sizes), strict=True)
+    routings = [Routing(ids, weights, routing.num_experts) for ids, weights in choices]
+    plans = [dispatcher.plan(part, routed, placement) for part, routed in zip(parts, routings, strict=True)]
     works = [_one_chunk(dispatcher, part, plan, experts) for part, plan in zip(parts, plans, strict=True)]
     outputs = run_staggered(works)
     return outputs[0] if num_chunks == 1 else torch.cat(outputs)

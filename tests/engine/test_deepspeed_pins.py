@@ -34,6 +34,8 @@ SOURCES = {
         DeepSpeedZeroOptimizer._configure_moe_settings,
         "1266af584e83dfa1",
     ),
+    "DeepSpeedEngine.save_checkpoint": (DeepSpeedEngine.save_checkpoint, "c92409217281487c"),
+    "DeepSpeedEngine.load_checkpoint": (DeepSpeedEngine.load_checkpoint, "5728d3dfa42a3d6c"),
     # ds_hybrid.MoE sets the attributes of the first itself, replaces the second, and is saved by the third's names.
     "MoE.__init__": (MoE.__init__, "04fd3d2bebe0874f"),
     "MoE._create_process_groups": (MoE._create_process_groups, "44dda63d114c41ba"),

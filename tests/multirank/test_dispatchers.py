@@ -168,6 +168,18 @@ def test_ranks_in_different_modes_raise_the_same_error(four_ranks: RankPool) -> 
     assert four_ranks.run(message_of_disagreement, "two_stage", "mode", limit=30) == [message] * 4
 
 
+@pytest.mark.parametrize("mode", [*SPANNING, "replicated"])
+def test_a_fault_of_one_rank_stops_all(four_ranks: RankPool, mode: Mode) -> None:
+    messages = four_ranks.run(message_of_fault, mode, limit=30)
+    theirs = "layer under test: expert-parallel rank 2 was given what it cannot dispatch. Its own message tells what."
+    assert messages == [
+        theirs,
+        theirs,
+        "layer under test: 7 tokens but 6 rows of routing: must be equal.",
+        theirs,
+    ]
+
+
 def rank_group(num_ranks: int) -> RankGroup | None:
     """The group of ranks 0..num_ranks-1, or None on the others."""
     process_group = _subgroup(tuple(range(num_ranks)))
@@ -378,6 +390,21 @@ def outputs_under_placements(mode: Mode, case: Case, num_placements: int) -> lis
     dispatcher = make(mode, group)
     placements = [random_placement(replace(case, seed=seed)) for seed in range(num_placements)]
     return [run_layer(dispatcher, inputs, placement, group.rank)["output"] for placement in placements]
+
+
+def message_of_fault(mode: Mode) -> str:
+    """Rank 2 has a row of routing too few."""
+    group = rank_group(4)
+    assert group is not None
+    case = CASES["four ranks"]
+    inputs = make_inputs(case)
+    num_routed = 6 if group.rank == 2 else 7
+    ids, weights = inputs.topk_ids[group.rank][:num_routed], inputs.topk_weights[group.rank][:num_routed]
+    with pytest.raises(DispatchError) as error:
+        make(mode, group).plan(
+            inputs.tokens[group.rank], Routing(ids, weights, case.num_experts), random_placement(case)
+        )
+    return str(error.value)
 
 
 def message_of_disagreement(mode: Mode, fact: str) -> str:

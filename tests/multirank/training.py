@@ -34,6 +34,7 @@ class Run:
     checkpointing: bool | None = None  # None: off; else use_reentrant
     overlap_chunks: int = 1
     wire_dtype: str = "auto"
+    expert_groups: Any = "auto"
     uneven: bool = False  # sequence lengths differ between ranks and steps
 
     @property
@@ -64,7 +65,8 @@ class Run:
                     "mode": self.mode,
                     "overlap_chunks": self.overlap_chunks,
                     "wire_dtype": self.wire_dtype,
-                }
+                },
+                "topology": {"expert_groups": self.expert_groups},
             },
             "steps_per_print": 1000000,
         }

@@ -33,7 +33,7 @@ from ds_hybrid.engine.agreement import compare_ranks, raise_alike
 from ds_hybrid.engine.auto_dispatch import AutoDispatch
 from ds_hybrid.engine.clipping import clip_gradients
 from ds_hybrid.engine.expert_layout import expert_layouts
-from ds_hybrid.engine.groups import NodeCutter, use_expert_groups
+from ds_hybrid.engine.groups import NodeCutter, limit_waiting, use_expert_groups
 from ds_hybrid.engine.moe_stats import take_stats
 from ds_hybrid.engine.parameter_groups import split_groups, split_optimizer
 from ds_hybrid.engine.router_logits import record_router_logits, router_recorders_hidden
@@ -212,6 +212,9 @@ def initialize(
         )
         for warning in [*find_warnings(document, name="ds_config"), *untested_versions()]:
             log_dist(f"ds_hybrid: {warning}", ranks=[0], level=logging.WARNING)
+        timeout = hybrid_config.topology.timeout_seconds
+        if timeout is not None:
+            limit_waiting(timeout)
         cluster = probe_cluster(hybrid_config.topology.source).cluster
         for layout in expert_layouts(
             model, document, hybrid_config, cluster, data_parallel=_is_data_parallel(document, mpu, mesh_param)
@@ -242,6 +245,8 @@ def initialize(
             config_class=ds_config,
         )
         compare_ranks(_facts_of_layers(engine))
+        if timeout is not None:
+            limit_waiting(timeout)
     finally:
         deepspeed.zero.partition_parameters.restore_init_context()
     engine._configure_python_gc()

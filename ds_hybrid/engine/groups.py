@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from deepspeed.utils import groups as deepspeed_groups
+from torch.distributed import distributed_c10d
 
 from ds_hybrid.dispatch.hierarchical import NodeProcessGroups
 from ds_hybrid.dispatch.nodes import places_in_nodes
@@ -52,6 +54,13 @@ def _message_of_other_groups(present: list[int], layout: Layout) -> str:
         f"ds_hybrid.topology.expert_groups = {[list(ranks) for ranks in layout.ep_groups]}: this process has the "
         f"expert-parallel group {present} from an engine before. Start a new process for other groups."
     )
+
+
+def limit_waiting(seconds: int) -> None:
+    """Let every collective of this process's groups give up after this time. Groups made later keep torch's limit."""
+    for group in list(distributed_c10d._world.pg_map):
+        if group.rank() >= 0:
+            distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 class NodeCutter:

@@ -86,6 +86,12 @@ NAMES = [
     "deepspeed.utils.bwc:bwc_tensor_model_parallel_world_size",
     # engine/router_logits.py
     "transformers.utils.output_capturing:_active_collector",
+    # dispatch/missing.py, engine/groups.py
+    "torch.distributed.distributed_c10d:_get_default_store",
+    "torch.distributed.distributed_c10d:_set_pg_timeout",
+    "torch.distributed.distributed_c10d:_world.pg_map",
+    "deepspeed.utils.groups:_EXPERT_PARALLEL_GROUP_RANKS",
+    "deepspeed.utils.groups:_EXPERT_DATA_PARALLEL_GROUP_RANKS",
     # dispatch/meter.py
     "torch:_C._current_graph_task_id",
 ]

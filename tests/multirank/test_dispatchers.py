@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import time
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any, Literal
 
 import numpy as np
@@ -178,6 +180,17 @@ def test_a_fault_of_one_rank_stops_all(four_ranks: RankPool, mode: Mode) -> None
         "layer under test: 7 tokens but 6 rows of routing: must be equal.",
         theirs,
     ]
+
+
+@pytest.mark.parametrize("mode", ["two_stage", "alltoall"])
+def test_a_rank_that_does_not_come_is_named(four_ranks: RankPool, mode: Mode) -> None:
+    """U4: within the group's time limit; the rank is alive and busy with something else."""
+    *messages, absent = four_ranks.run(message_of_absence, mode, limit=60)
+    assert absent == "did something else"
+    for message in messages:
+        assert message.startswith(
+            "layer under test: ranks 3 of the expert-parallel group [0, 1, 2, 3] did not come to its exchange. "
+        )
 
 
 def rank_group(num_ranks: int) -> RankGroup | None:
@@ -390,6 +403,19 @@ def outputs_under_placements(mode: Mode, case: Case, num_placements: int) -> lis
     dispatcher = make(mode, group)
     placements = [random_placement(replace(case, seed=seed)) for seed in range(num_placements)]
     return [run_layer(dispatcher, inputs, placement, group.rank)["output"] for placement in placements]
+
+
+def message_of_absence(mode: Mode) -> str:
+    """Rank 3 makes no call."""
+    process_group = dist.new_group(timeout=timedelta(seconds=2))
+    if dist.get_rank() == 3:
+        time.sleep(10)
+        return "did something else"
+    case = CASES["four ranks"]
+    dispatcher = make(mode, RankGroup(process_group, Meter()))
+    with pytest.raises(DispatchError) as error:
+        run_layer(dispatcher, make_inputs(case), random_placement(case), dist.get_rank())
+    return str(error.value)
 
 
 def message_of_fault(mode: Mode) -> str:

@@ -19,7 +19,7 @@ RELEASE = f"ds_hybrid {ds_hybrid.__version__}"
 
 DESIGN_SECTION = """{
   "dispatch":  {"mode": "auto", "wire_dtype": "auto", "overlap_chunks": 1, "guard": true},
-  "topology":  {"source": "auto", "expert_groups": "auto", "timeout_seconds": None},
+  "topology":  {"source": "auto", "expert_groups": "auto", "timeout_seconds": null},
   "rebalance": {"enabled": false, "algorithm": "swap", "interval": 50, "load_half_life": 50, "horizon": 200,
                 "min_gain": 0.05, "dry_run": false},
   "attention": {"kv_gather": "off"},

@@ -29,6 +29,7 @@ class Setup:
     ep_size: int = 2
     k: int = 2
     zero_stage: int = 1
+    zero_options: dict[str, Any] = field(default_factory=dict)
     clip: float = 0.0
     accumulation: int = 1
     num_steps: int = 3
@@ -48,7 +49,7 @@ class Setup:
             "train_micro_batch_size_per_gpu": 4,
             "gradient_accumulation_steps": self.accumulation,
             "gradient_clipping": self.clip,
-            "zero_optimization": {"stage": self.zero_stage},
+            "zero_optimization": {"stage": self.zero_stage, **self.zero_options},
             "zero_allow_untested_optimizer": True,
             "bf16": {"enabled": self.bf16},
             "steps_per_print": 1000000,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import deepspeed
@@ -26,6 +26,7 @@ class Run:
     mode: str = "two_stage"
     ep_size: int = 2
     zero_stage: int = 1
+    zero_options: dict[str, Any] = field(default_factory=dict)
     bf16: bool = False
     clip: float = 0.0
     num_steps: int = 10
@@ -56,7 +57,7 @@ class Run:
             "gradient_accumulation_steps": self.accumulation,
             "gradient_clipping": self.clip,
             "optimizer": {"type": "SGD", "params": {"lr": self.learning_rate}},
-            "zero_optimization": {"stage": self.zero_stage},
+            "zero_optimization": {"stage": self.zero_stage, **self.zero_options},
             "zero_allow_untested_optimizer": True,
             "bf16": {"enabled": self.bf16},
             "expert_parallel": {"enabled": True, "autoep_size": self.ep_size},

@@ -15,55 +15,12 @@ fi
 num_ranks=$1
 shift
 
-# The processes of the session that $session leads, zombies apart.
-session_members() {
-    local pid line fields
-    for pid in /proc/[0-9]*; do
-        { read -r line <"$pid/stat"; } 2>/dev/null || continue
-        read -ra fields <<<"${line##*) }" # state, parent, group, session
-        if [ "${fields[0]}" != Z ] && { [ "${fields[3]}" = "$session" ] || [ "${pid#/proc/}" = "$session" ]; }; then
-            echo "${pid#/proc/}"
-        fi
-    done
-}
-
-signal_session() {
-    local members
-    mapfile -t members < <(session_members)
-    if [ ${#members[@]} -gt 0 ]; then
-        kill -s "$1" "${members[@]}" 2>/dev/null || true
-    fi
-}
-
-# The launcher and its ranks outlive a signal to any single one of them: all are ended, as members of the session.
-end_session() {
-    local tenths
-    signal_session TERM
-    for ((tenths = 0; tenths < 50; tenths++)); do
-        [ -n "$(session_members)" ] || return 0
-        sleep 0.1
-    done
-    signal_session KILL
-}
+# shellcheck source=launch/session.sh
+source "$root/launch/session.sh"
 
 clean_up() {
-    trap '' INT TERM HUP
-    if [ -n "$session" ]; then
-        end_session
-        wait "$session" 2>/dev/null || true
-    fi
-    if [ "$DS_ACCELERATOR" = cpu ]; then
-        # DeepSpeed leaves 66 MiB of memory a rank here, also after a good run.
-        rm -f /dev/shm/deepspeed_allreduce_buffer_*_"$port"_*
-        timeout 10 "$root/launch/cpu_op.sh" unlock || true
-    fi
-}
-
-# Runs a command as leader of a session of its own, where a Ctrl-C in this terminal reaches this script only.
-in_session() {
-    setsid "$@" &
-    session=$!
-    wait "$session"
+    end_session
+    remove_leftovers "$port" "$1"
 }
 
 export PATH="$root/.venv/bin:$PATH"
@@ -75,11 +32,7 @@ fi
 export DS_ACCELERATOR
 port=${MASTER_PORT:-$(python -c 'import socket; s = socket.create_server(("127.0.0.1", 0)); print(s.getsockname()[1])')}
 
-session=""
-trap clean_up EXIT
-trap 'exit 129' HUP
-trap 'exit 130' INT
-trap 'exit 143' TERM
+at_exit clean_up
 
 placing=(--num_gpus "$num_ranks")
 if [ "$DS_ACCELERATOR" = cpu ]; then

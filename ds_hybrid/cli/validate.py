@@ -5,6 +5,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from ds_hybrid.cli.arguments import count
 from ds_hybrid.config import HybridConfig, check, find_warnings
 from ds_hybrid.document import count_at, experts_are_parallel, read_document
 from ds_hybrid.errors import ConfigError
@@ -26,8 +27,8 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("files", nargs="+", metavar="FILE", help="a ds_config, JSON or Hjson")
-    parser.add_argument("--world-size", type=_count, metavar="N", help="ranks of the run: checks the sizes against it")
-    parser.add_argument("--num-experts", type=_count, metavar="E", help="experts of each MoE layer")
+    parser.add_argument("--world-size", type=count, metavar="N", help="ranks of the run: checks the sizes against it")
+    parser.add_argument("--num-experts", type=count, metavar="E", help="experts of each MoE layer")
     parser.set_defaults(run=run)
 
 
@@ -55,9 +56,3 @@ def summary(config: HybridConfig, document: Mapping[str, Any]) -> str:
         experts = f"EP size {count_at(document, 'expert_parallel.autoep_size') or 1}"
     stage = value_at(document, "zero_optimization.stage")
     return f"dispatch {config.dispatch.mode}, {experts}, ZeRO stage {0 if stage is ABSENT else stage}"
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be an integer >= 1")
-    return int(text)

@@ -1,0 +1,65 @@
+"""DeepSpeed's .deepspeed_env: the variables that reach the ranks on other hosts, NAME=VALUE lines and nothing else.
+
+DeepSpeed reads the file in the home folder, then the one in the working folder, when a hostfile has more than one host.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ds_hybrid.doctor.findings import Finding, Severity
+from ds_hybrid.problems import Problem
+
+_VARIABLE = re.compile(r"\s*([A-Za-z_][A-Za-z_0-9]*)\s*=(.*)", re.ASCII)
+# A part of what the launcher hands on unasked: the rest has no bearing on what the doctor asks.
+_HANDED_ON_PREFIX = "PYTHON"
+
+
+@dataclass(frozen=True)
+class EnvFiles:
+    """The variables of all files, where a later one counts, and the lines that are none."""
+
+    variables: Mapping[str, str]
+    findings: tuple[Finding, ...]
+
+    def here(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """``environment`` as a rank on this host has it."""
+        return {**environment, **{name: os.path.expandvars(value) for name, value in self.variables.items()}}
+
+    def exports(self, environment: Mapping[str, str]) -> str:
+        """Shell commands that give another host what a launcher that runs in ``environment`` would give it."""
+        kept = {name: value for name, value in environment.items() if name.startswith(_HANDED_ON_PREFIX)}
+        kept["PYTHONPATH"] = ":".join(filter(None, (os.getcwd(), environment.get("PYTHONPATH"))))
+        # In double quotes, as DeepSpeed writes them: PATH=/opt/bin:$PATH works there.
+        return "".join(f'export {name}="{value}"; ' for name, value in {**kept, **self.variables}.items())
+
+
+def read_env_files(environment: Mapping[str, str], *, severity: Severity) -> EnvFiles:
+    """The files that DeepSpeed would read; ``severity`` is that of a wrong line."""
+    name = environment.get("DS_ENV_FILE", ".deepspeed_env")
+    # An absolute name is the same file twice.
+    paths = dict.fromkeys(os.path.join(folder, name) for folder in (os.path.expanduser("~"), "."))
+    variables: dict[str, str] = {}
+    findings: list[Finding] = []
+    for path in map(Path, paths):
+        if path.is_file():
+            read, problems = parse_env_file(path.read_text(encoding="utf-8", errors="replace"))
+            variables |= read
+            findings += [Finding(severity, "env_file", problem.line(str(path))) for problem in problems]
+    return EnvFiles(variables, tuple(findings))
+
+
+def parse_env_file(text: str) -> tuple[dict[str, str], list[Problem]]:
+    """The variables in ``text``, and the lines at which DeepSpeed stops or which it hands on as nonsense."""
+    variables, problems = {}, []
+    for number, line in enumerate(text.splitlines(), 1):
+        if match := _VARIABLE.fullmatch(line):
+            variables[match[1]] = match[2].strip()
+        else:
+            rule = "must be NAME=VALUE, no comment and no blank line: DeepSpeed fails there. Remove it."
+            problems.append(Problem(f"line {number}", rule, line.strip()))
+    return variables, problems

@@ -1,0 +1,33 @@
+"""Facts travel as one line among others."""
+
+from __future__ import annotations
+
+import pytest
+
+from ds_hybrid.doctor.facts import Lock, NoFacts, from_output, to_line
+from tests.doctor.stand_ins import made_facts, made_gpu_facts
+
+FACTS = made_gpu_facts("g0", [["X", "NV18"], ["NV18", "X"]], [0, 1], locks=(Lock("/ext/op/lock", "1:2", True),))
+
+
+@pytest.mark.parametrize("facts", [FACTS, made_facts(failure="ImportError: no", accelerator=None, addresses=())])
+def test_round_trip(facts: object) -> None:
+    line = to_line(facts)  # type: ignore[arg-type]
+    assert "\n" not in line
+    assert from_output(f"Welcome!\n{line}\nlogout\n") == facts
+
+
+@pytest.mark.parametrize(
+    ("output", "answer"),
+    [
+        ("", None),
+        ("Welcome!\n", None),
+        (
+            to_line(FACTS).replace('"ninja"', '"nninja"'),
+            NoFacts(True, "its ds_hybrid is another one, which answers in another form"),
+        ),
+        (to_line(FACTS)[:-9], NoFacts(True, "its ds_hybrid is another one, which answers in another form")),
+    ],
+)
+def test_no_facts(output: str, answer: NoFacts | None) -> None:
+    assert from_output(output) == answer

@@ -51,6 +51,7 @@ class Setup:
             "gradient_clipping": self.clip,
             "zero_optimization": {"stage": self.zero_stage, **self.zero_options},
             "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
             "bf16": {"enabled": self.bf16},
             "steps_per_print": 1000000,
             "ds_hybrid": {"dispatch": {"mode": "two_stage", **self.dispatch}},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import deepspeed
 import torch
@@ -37,6 +37,8 @@ class Run:
     wire_dtype: str = "auto"
     expert_groups: Any = "auto"
     uneven: bool = False  # sequence lengths differ between ranks and steps
+    trained: tuple[str, ...] = ("",)  # parts of the plain model's names of what is not frozen
+    hand_over: Literal["all", "trained"] = "all"  # what initialize gets as model_parameters
 
     @property
     def learning_rate(self) -> float:
@@ -59,6 +61,7 @@ class Run:
             "optimizer": {"type": "SGD", "params": {"lr": self.learning_rate}},
             "zero_optimization": {"stage": self.zero_stage, **self.zero_options},
             "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
             "bf16": {"enabled": self.bf16},
             "expert_parallel": {"enabled": True, "autoep_size": self.ep_size},
             "ds_hybrid": {
@@ -118,7 +121,8 @@ def train_plain(run: Run, num_ranks: int) -> Outcome:
 def make_engine(run: Run) -> Any:
     """An engine of ``ds_hybrid.initialize`` over the run's model."""
     model = _prepared(run)
-    return ds_hybrid.initialize(model=model, model_parameters=model.parameters(), config=run.ds_config())[0]
+    parameters = [p for p in model.parameters() if p.requires_grad or run.hand_over == "all"]
+    return ds_hybrid.initialize(model=model, model_parameters=parameters, config=run.ds_config())[0]
 
 
 def train_hybrid(run: Run, change: Callable[[Any], None] | None = None) -> Outcome:
@@ -140,6 +144,8 @@ def _prepared(run: Run) -> nn.Module:
     model = make_model(run.model_type, **run.model_changes)
     if run.checkpointing is not None:
         model.gradient_checkpointing_enable({"use_reentrant": run.checkpointing})  # type: ignore[operator]
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(any(part in name for part in run.trained))
     model.train()
     return model
 

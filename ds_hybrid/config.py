@@ -106,7 +106,6 @@ _Values = Mapping[str, tuple[Any, ...]]
 
 NOT_YET: Final[_Values] = MappingProxyType(
     {
-        "ds_hybrid.dispatch.mode": ("auto", "alltoall", "allgather", "two_stage", "hierarchical"),
         "ds_hybrid.topology.source": ("auto",),
         "ds_hybrid.topology.expert_groups": ("auto",),
         "ds_hybrid.rebalance.enabled": (False,),
@@ -120,7 +119,6 @@ NOT_YET: Final[_Values] = MappingProxyType(
 
 NOT_YET_WITH_EXPERT_PARALLEL: Final[_Values] = MappingProxyType(
     {
-        "tensor_parallel.autotp_size": (0, 1),
         "expert_parallel.expert_tensor_parallel_size": (1,),
         "expert_parallel.load_balance_coeff": (None,),
         "expert_parallel.score_apply": ("auto", "post"),

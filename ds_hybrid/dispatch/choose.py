@@ -42,11 +42,21 @@ def make_dispatcher(
     return _DISPATCHERS[mode](group, layer=layer, guard=guard, wire_dtype=wire_dtype)
 
 
-def resolve_mode(mode: Mode | Literal["auto"], shape: WireShape) -> Mode:
+def resolve_mode(mode: Mode | Literal["auto"], shape: WireShape, *, num_same_tokens: int = 1) -> Mode:
     """``mode``, or for ``"auto"`` the choice of :func:`choose_mode`."""
-    return choose_mode(shape) if mode == "auto" else mode
+    return choose_mode(shape, num_same_tokens=num_same_tokens) if mode == "auto" else mode
 
 
-def choose_mode(shape: WireShape) -> Mode:
-    """The mode that sends the fewest bytes under uniform routing; the simplest one where they tie."""
-    return min(MODES, key=lambda mode: expected_bytes(mode, shape))
+def choose_mode(shape: WireShape, *, num_same_tokens: int = 1) -> Mode:
+    """The mode that sends the fewest bytes under uniform routing; the simplest one where they tie.
+
+    Args:
+        num_same_tokens: ranks of a tensor-parallel group. When they are the expert-parallel group too, they may each
+            dispatch a share of their tokens and gather the outputs, or dispatch nothing and add up outputs.
+    """
+    fewest = min(MODES, key=lambda mode: expected_bytes(mode, shape))
+    if num_same_tokens != shape.num_ranks or num_same_tokens == 1:
+        return fewest
+    gathered = (shape.num_ranks - 1) * shape.row_bytes
+    of_shares = (expected_bytes(fewest, shape) + gathered) / num_same_tokens
+    return "replicated" if expected_bytes("replicated", shape) <= of_shares else fewest

@@ -33,6 +33,7 @@ from ds_hybrid.engine.clipping import clip_gradients
 from ds_hybrid.engine.groups import make_node_groups
 from ds_hybrid.engine.parameter_groups import split_groups, split_optimizer
 from ds_hybrid.engine.router_logits import record_router_logits, router_recorders_hidden
+from ds_hybrid.engine.tensor_parallel import sum_gradients_of_blocks
 from ds_hybrid.engine.versions import untested_versions
 from ds_hybrid.errors import ConfigError
 from ds_hybrid.moe.autoep import HybridAutoEPLayer
@@ -88,6 +89,12 @@ class MoEEngine(DeepSpeedEngine):
                 )
             layer.configure(name=name, dispatch=self.hybrid_config.dispatch)
 
+    def _configure_tensor_parallel(self, model: nn.Module, tp_config: Any) -> Any:
+        sources = super()._configure_tensor_parallel(model, tp_config)
+        if self.expert_parallel_is_on():
+            sum_gradients_of_blocks(model, groups.get_tensor_model_parallel_group())
+        return sources
+
     def expert_parallel_is_on(self) -> bool:
         """Whether the ds_config lets AutoEP convert layers."""
         config = self._config.expert_parallel_config
@@ -118,8 +125,8 @@ class MoEEngine(DeepSpeedEngine):
         update_correction_biases(gates, apply=self._step_applied)
 
     def clip_fp32_gradients(self) -> None:
-        """Clip by the norm of the whole model, experts of all ranks included."""
-        if self.has_moe_layers and self.mpu is None:
+        """Clip by the norm of the whole model, experts of all ranks and shards of AutoTP included."""
+        if self.has_moe_layers and self.mpu in (None, groups):  # AutoTP makes the module of the groups the mpu
             self._global_grad_norm = float(clip_gradients(self.module.parameters(), self.gradient_clipping()))
         else:
             super().clip_fp32_gradients()

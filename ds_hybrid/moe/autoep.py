@@ -15,12 +15,13 @@ from torch import Tensor
 
 from ds_hybrid.config import DispatchConfig
 from ds_hybrid.dispatch.choose import make_dispatcher, resolve_mode
-from ds_hybrid.dispatch.collectives import RankGroup
+from ds_hybrid.dispatch.collectives import LoneRank, RankGroup
 from ds_hybrid.dispatch.dispatcher import Dispatcher
 from ds_hybrid.dispatch.hierarchical import NodeProcessGroups
 from ds_hybrid.dispatch.meter import Meter, is_recomputing
 from ds_hybrid.dispatch.overlap import run_in_chunks
 from ds_hybrid.dispatch.routing import Routing, count_values
+from ds_hybrid.dispatch.shares import TokenShares
 from ds_hybrid.dispatch.traffic import WireShape
 from ds_hybrid.errors import ConfigError
 from ds_hybrid.moe.experts import run_experts
@@ -33,13 +34,16 @@ class HybridAutoEPLayer(AutoEPMoELayer):
     Attributes:
         layer_name: the block's name in the model, for messages and statistics.
         placement: which rank and slot holds which expert of the model.
+        same_tokens: the tensor-parallel group, whose ranks have the same tokens; this rank alone without one.
         meter: what this rank sent for this layer.
-        expert_load: [E] int64, how many (token, choice) pairs of this rank chose each expert in training.
+        expert_load: [E] int64, how many (token, choice) pairs of this rank chose each expert in training. Ranks with
+            the same tokens count a share each.
     """
 
     layer_name: str
     placement: ExpertPlacement
     dispatcher: Dispatcher
+    same_tokens: RankGroup
     meter: Meter
     expert_load: Tensor
 
@@ -74,16 +78,19 @@ class HybridAutoEPLayer(AutoEPMoELayer):
         """Bind the expert-parallel group, and the dispatcher over it.
 
         Raises:
-            ConfigError: the layer is folded into tensor parallelism, or weighs rows before its experts.
+            ConfigError: the layer weighs rows before its experts.
         """
         super().set_deepspeed_parallelism(*args, **kwargs)
-        if self.tp_group is not None:
-            raise ConfigError(f"{self.layer_name}: tensor parallelism with expert_parallel is not available.")
         if self.score_apply != "post":
             raise ConfigError(f'{self.layer_name}: expert_parallel.score_apply "{self.score_apply}" is not available.')
+        self.same_tokens = LoneRank(self.meter) if self.tp_group is None else RankGroup(self.tp_group, self.meter)
+        for parameter in self.experts.parameters():
+            # Ranks with the same tokens have different experts, or other shares of them, as with a shard of a weight:
+            # so marked, DeepSpeed neither averages their gradients nor leaves them out of the gradient norm.
+            parameter.tensor_model_parallel = self.same_tokens.size > 1
         cut = self._node_groups
         self.dispatcher = make_dispatcher(
-            resolve_mode(self._dispatch_config.mode, self._wire_shape()),
+            resolve_mode(self._dispatch_config.mode, self._wire_shape(), num_same_tokens=self.same_tokens.size),
             RankGroup(self.ep_group, self.meter),
             layer=self.layer_name,
             guard=self._dispatch_config.guard,
@@ -95,20 +102,24 @@ class HybridAutoEPLayer(AutoEPMoELayer):
         hidden_size = hidden_states.shape[-1]
         tokens = hidden_states.reshape(-1, hidden_size)
         topk_weights, topk_ids, tokens_per_expert = self.router(tokens, self.expert_bias)
+        routing = Routing(topk_ids, topk_weights, self.num_experts)
+        shares = TokenShares(self.same_tokens, len(tokens))
         with torch.no_grad():
             self.tokens_per_expert.add_(tokens_per_expert)
             if self.training and not is_recomputing():
-                self.expert_load.add_(count_values(topk_ids, self.num_experts))
+                self.expert_load.add_(count_values(shares.of_routing(routing).topk_ids, self.num_experts))
 
-        routing = Routing(topk_ids, topk_weights, self.num_experts)
-        output = run_in_chunks(
+        run = partial(
+            run_in_chunks,
             self.dispatcher,
-            tokens,
-            routing,
-            self.placement,
-            partial(run_experts, self.experts),
+            placement=self.placement,
+            run_experts=partial(run_experts, self.experts),
             num_chunks=self._dispatch_config.overlap_chunks,
         )
+        if self.dispatcher.mode == "replicated":
+            output = run(tokens, routing)
+        else:
+            output = shares.join(run(shares.take(tokens), shares.of_routing(routing)))
         return self._finalize_output(output.view(hidden_states.shape), tokens, hidden_states, hidden_size)
 
     def _wire_shape(self) -> WireShape:

@@ -33,7 +33,7 @@ from ds_hybrid.engine.clipping import clip_gradients
 from ds_hybrid.engine.groups import make_node_groups
 from ds_hybrid.engine.parameter_groups import split_groups, split_optimizer
 from ds_hybrid.engine.router_logits import record_router_logits, router_recorders_hidden
-from ds_hybrid.engine.tensor_parallel import sum_gradients_of_blocks
+from ds_hybrid.engine.tensor_parallel import refuse_empty_shards, sum_gradients_of_blocks
 from ds_hybrid.engine.versions import untested_versions
 from ds_hybrid.errors import ConfigError
 from ds_hybrid.moe.autoep import HybridAutoEPLayer
@@ -93,6 +93,8 @@ class MoEEngine(DeepSpeedEngine):
         sources = super()._configure_tensor_parallel(model, tp_config)
         if self.expert_parallel_is_on():
             sum_gradients_of_blocks(model, groups.get_tensor_model_parallel_group())
+            if self.zero_optimization_partition_weights():
+                refuse_empty_shards(model)
         return sources
 
     def expert_parallel_is_on(self) -> bool:

@@ -58,6 +58,22 @@ def sum_gradients_of_blocks(model: nn.Module, group: Any) -> list[str]:
     return list(rows)
 
 
+def refuse_empty_shards(model: nn.Module) -> None:
+    """ZeRO 3 waits for ever for the parameters of a rank that AutoTP gave no part of a layer.
+
+    Raises:
+        ConfigError: on every rank, for the first layer that is shared by fewer ranks than there are.
+    """
+    for name, module in model.named_modules():
+        sizes = getattr(module, "_partition_sizes", None) if isinstance(module, TensorParallel_Layer) else None
+        if sizes and 0 in sizes:
+            sharing = sum(size > 0 for size in sizes)
+            raise ConfigError(
+                f"tensor_parallel.autotp_size = {len(sizes)}: {name} has key-value heads for {sharing} ranks, and "
+                f"zero_optimization.stage 3 trains no rank without any. Set autotp_size to {sharing} or the stage to 2."
+            )
+
+
 class ColumnLinear(LinearLayer):
     """A column-parallel linear in a block: the gradient of its input is summed where the block is entered."""
 

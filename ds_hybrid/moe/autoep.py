@@ -84,10 +84,10 @@ class HybridAutoEPLayer(AutoEPMoELayer):
         if self.score_apply != "post":
             raise ConfigError(f'{self.layer_name}: expert_parallel.score_apply "{self.score_apply}" is not available.')
         self.same_tokens = LoneRank(self.meter) if self.tp_group is None else RankGroup(self.tp_group, self.meter)
-        for parameter in self.experts.parameters():
-            # Ranks with the same tokens have different experts, or other shares of them, as with a shard of a weight:
-            # so marked, DeepSpeed neither averages their gradients nor leaves them out of the gradient norm.
-            parameter.tensor_model_parallel = self.same_tokens.size > 1
+        for parameter in self.experts.parameters() if self.same_tokens.size > 1 else ():
+            # What such a rank has of the experts' gradients is its own, as with a shard of a weight: so marked,
+            # DeepSpeed neither scales it by the tensor-parallel size nor leaves it out of the gradient norm.
+            parameter.tensor_model_parallel = True
         cut = self._node_groups
         self.dispatcher = make_dispatcher(
             resolve_mode(self._dispatch_config.mode, self._wire_shape(), num_same_tokens=self.same_tokens.size),

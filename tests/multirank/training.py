@@ -210,8 +210,8 @@ def all_experts(local: Tensor, group: Any) -> Tensor:
 
 def all_parts(local: Tensor, group: Any, dim: int) -> Tensor:
     """What every rank of the group has, joined along ``dim`` in rank order."""
-    parts = [local.new_empty(local.shape) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, local.contiguous(), group=group)
+    parts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(parts, local, group=group)
     return torch.cat(parts, dim)
 
 

@@ -277,7 +277,8 @@ def _tensor_parallel_problems(document: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem("expert_parallel.autoep_size", f"must be at least 2 {beside}. Set it to {tp_size}.", ep_size)
     given = (value_at(document, f"tensor_parallel.{key}") for key in ("partition_config", "preset_model"))
     if all(value in (ABSENT, None) for value in given):
-        rule = f"missing {beside}: AutoTP refuses the plans of MoE models. Copy it from ds_configs/plan_a_zero1_bf16.json."
+        plan = "ds_configs/plan_a_zero1_bf16.json"
+        rule = f"missing {beside}: DeepSpeed refuses the plans that come with MoE models. Copy the one of {plan}."
         yield Problem("tensor_parallel.partition_config", rule)
     stage = value_at(document, "zero_optimization.stage")
     half = any(value_at(document, f"{dtype}.enabled") is True for dtype in ("bf16", "bfloat16", "fp16"))

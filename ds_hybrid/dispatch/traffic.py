@@ -126,8 +126,10 @@ def expected_rows(mode: Mode, *, num_ranks: int, num_experts: int, top_k: int, n
 
 
 def expected_bytes(mode: Mode, shape: WireShape) -> float:
-    """Forward bytes per token of one of ``MODES`` or ``replicated``, routed uniformly, without the headers, which T does
-    not grow."""
+    """Forward bytes per token of one of ``MODES`` or ``replicated`` under uniform routing.
+
+    Without the headers, which T does not grow.
+    """
     if mode == "replicated":
         return 2 * (shape.num_ranks - 1) / shape.num_ranks * shape.row_bytes
     rows = expected_rows(mode, num_ranks=shape.num_ranks, num_experts=shape.num_experts, top_k=shape.top_k)

@@ -137,8 +137,9 @@ def _problems_of_blocks(modules: dict[str, nn.Module], rows: dict[str, list[str]
             if not inner.startswith(f"{name}.") or inner in own:
                 continue
             if isinstance(module, TensorParallel_Layer) and not _is_column(module):
+                kind = type(module).__name__ + (" with gathered output" if type(module) is LinearLayer else "")
                 problems.append(
-                    f"{_SECTION}: {inner} becomes a {type(module).__name__} beside the row-parallel {own[0]}. "
+                    f"{_SECTION}: {inner} becomes a {kind} beside the row-parallel {own[0]}. "
                     "Gradients are right for column-parallel linears without gathered output there. Leave it whole."
                 )
     return problems

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -17,14 +19,8 @@ from tests.multirank.models import VOCABULARY, make_model
 
 _LENGTH = 12
 
-ATTENTION: dict[str, Any] = {
-    "use_default_specs": False,
-    "layer_specs": [
-        {"patterns": [r".*\.self_attn\.(q|k|v|q_b|kv_b)_proj\.weight$"], "partition_type": "column"},
-        {"patterns": [r".*\.self_attn\.o_proj\.weight$"], "partition_type": "row"},
-    ],
-}
-"""AutoTP's partition_config that shards the heads of all presets' attention and nothing else."""
+PLANS = {plan: json.loads(Path(f"ds_configs/plan_{plan}_zero1_bf16.json").read_text()) for plan in ("a", "b")}
+"""The shipped ds_configs of both plans. Their partition_config shards the attention of all presets."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +71,9 @@ class Run:
             "zero_allow_untested_optimizer": True,
             "bf16": {"enabled": self.bf16},
             "expert_parallel": {"enabled": True, "autoep_size": self.ep_size},
-            "tensor_parallel": {"autotp_size": self.tp_size, "partition_config": ATTENTION} if self.tp_size > 1 else {},
+            "tensor_parallel": PLANS["a"]["tensor_parallel"] | {"autotp_size": self.tp_size}
+            if self.tp_size > 1
+            else {},
             "ds_hybrid": {
                 "dispatch": {
                     "mode": self.mode,

@@ -31,7 +31,7 @@ class DispatchConfig(_Section):
     """How tokens travel to their experts and back."""
 
     mode: Literal["auto", "alltoall", "allgather", "two_stage", "hierarchical", "replicated"] = Field(
-        default="auto", description="The dispatcher; auto takes the one that sends the fewest bytes."
+        default="auto", description="The dispatcher; auto chooses one for each layer, by measured routing and links."
     )
     wire_dtype: Literal["auto", "bf16", "fp8_e4m3"] = Field(
         default="auto",

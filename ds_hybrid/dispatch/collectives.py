@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import deepspeed.comm as dist
@@ -19,9 +20,17 @@ class Transfer:
         work: what to wait for, None when all is there.
         result: gives the received rows once it is there.
         sent: kept alive until then.
+        exposed: runs during the wait.
     """
 
-    def __init__(self, work: Any, result: Callable[[], Tensor], sent: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        work: Any,
+        result: Callable[[], Tensor],
+        sent: Tensor | None = None,
+        exposed: AbstractContextManager[None] | None = None,
+    ) -> None:
+        self._exposed = exposed or nullcontext()
         self._work = work
         self._result = result
         self._sent = sent
@@ -29,7 +38,8 @@ class Transfer:
     def wait(self) -> Tensor:
         """The received rows. On CUDA the current stream waits, not the host."""
         if self._work is not None:
-            self._work.wait()
+            with self._exposed:
+                self._work.wait()
         self._sent = None
         return self._result()
 
@@ -83,7 +93,7 @@ class RankGroup:
         reduced = torch.empty_like(parts[0])
         sent = parts.flatten(0, 1)
         work = dist.reduce_scatter_tensor(reduced, sent, group=self.process_group, async_op=True)
-        return Transfer(work, lambda: reduced, sent)
+        return Transfer(work, lambda: reduced, sent, self.meter.exposed)
 
     def all_reduce(self, values: Tensor) -> Transfer:
         """The sum over the ranks, on every rank; ``values`` stay. Counts what a ring moves: 2 (P-1)/P of the bytes."""
@@ -92,7 +102,7 @@ class RankGroup:
         self.meter.add_payload(2 * _num_bytes(values) * (self.size - 1) // self.size)
         total = values.clone()
         work = dist.all_reduce(total, group=self.process_group, async_op=True)
-        return Transfer(work, lambda: total)
+        return Transfer(work, lambda: total, exposed=self.meter.exposed)
 
     def _all_gather(self, rows: Tensor) -> Transfer:
         if self.size == 1:
@@ -102,7 +112,7 @@ class RankGroup:
         if not rows.numel():
             return Transfer(None, lambda: gathered)
         work = dist.all_gather_into_tensor(gathered, sent, group=self.process_group, async_op=True)
-        return Transfer(work, lambda: gathered, sent)
+        return Transfer(work, lambda: gathered, sent, self.meter.exposed)
 
     def _all_to_all(
         self, rows: Tensor, send_counts: Sequence[int] | None, receive_counts: Sequence[int] | None
@@ -120,7 +130,7 @@ class RankGroup:
             group=self.process_group,
             async_op=True,
         )
-        return Transfer(work, lambda: received, sent)
+        return Transfer(work, lambda: received, sent, self.meter.exposed)
 
 
 class LoneRank(RankGroup):

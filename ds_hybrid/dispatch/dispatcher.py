@@ -4,33 +4,55 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar, Generic, TypeVar
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from ds_hybrid.dispatch.arrived import Arrived
 from ds_hybrid.dispatch.collectives import RankGroup
-from ds_hybrid.dispatch.exchanges import Flight
+from ds_hybrid.dispatch.demand import DemandTotal, demand_of
 from ds_hybrid.dispatch.guard import check_agreement, facts_of_call
-from ds_hybrid.dispatch.meter import crossing
+from ds_hybrid.dispatch.meter import crossing, is_recomputing
 from ds_hybrid.dispatch.modes import Mode, WireDtype
-from ds_hybrid.dispatch.routing import Routing, ranks_needed
+from ds_hybrid.dispatch.routing import Routing
 from ds_hybrid.dispatch.rows import RowMap, group_by_slot
+from ds_hybrid.dispatch.steps import Steps
 from ds_hybrid.placement import ExpertPlacement
 
 
-class Dispatcher(ABC):
+@dataclass(frozen=True)
+class Plan:
+    """What one call will move, known before any row leaves. Each dispatcher adds what it needs.
+
+    Attributes:
+        routing: of this rank's T tokens.
+        num_rows_needed: [] int64 on the device, the tokens that must reach each other rank, each once, added up.
+    """
+
+    routing: Routing
+    num_rows_needed: Tensor
+
+
+PlanT = TypeVar("PlanT", bound=Plan)
+
+
+class Dispatcher(ABC, Generic[PlanT]):
     """Brings tokens to the ranks that hold their experts, and the experts' results back.
 
-    What a call learns travels in the returned state, so one dispatcher serves shared layers, micro-batches and
-    recomputation. All ranks of the group call it together; T may differ between them and may be 0.
+    A call is three works in turn: :meth:`plan` exchanges integers, :meth:`dispatch` and :meth:`combine` move rows. What
+    a call learns travels in its plan, so one dispatcher serves shared layers, micro-batches and recomputation. All
+    ranks of the group call it together; T may differ between them and may be 0.
 
     Args:
         group: the expert-parallel group and its meter.
         layer: the layer's name, for messages.
         guard: compare shapes, dtype and placement over the ranks before payload moves.
         wire_dtype: how values travel to the experts; ``"auto"`` as they are.
+        node_of_rank: the node, 0 to N-1, of each rank of the group, where they are known.
+        watch: adds up what the calls ask for.
     """
 
     mode: ClassVar[Mode]
@@ -42,40 +64,37 @@ class Dispatcher(ABC):
         layer: str = "MoE layer",
         guard: bool = True,
         wire_dtype: WireDtype = "auto",
+        node_of_rank: Sequence[int] = (),
+        watch: DemandTotal | None = None,
     ) -> None:
         self.group = group
         self.layer = layer
         self.guard = guard
         self.wire_dtype = wire_dtype
+        self.node_of_rank = tuple(node_of_rank)
+        self.watch = watch
         self._tables: dict[tuple[ExpertPlacement, torch.device], tuple[Tensor, Tensor]] = {}
 
-    def dispatch(self, tokens: Tensor, routing: Routing, placement: ExpertPlacement) -> tuple[Tensor, Tensor, Any]:
-        """tokens [T, H] -> rows [R, H] sorted by local slot, num_rows_per_slot [E/P] int64, and a frozen state.
+    @abstractmethod
+    def plan(self, tokens: Tensor, routing: Routing, placement: ExpertPlacement) -> PlanT:
+        """Agree with the other ranks on what will move. The host waits for the device here, and nowhere later.
+
+        Args:
+            tokens: [T, H]; only their shape and dtype matter.
 
         Raises:
             DispatchError: on every rank, when the ranks disagree.
         """
-        return self.finish_dispatch(self.start_dispatch(tokens, routing, placement))
-
-    def combine(self, expert_rows: Tensor, state: Any) -> Tensor:
-        """expert_rows [R, H] in the order of dispatch -> [T, H]: for each token the sum over k of weight x expert."""
-        return self.finish_combine(self.start_combine(expert_rows, state), state)
 
     @abstractmethod
-    def start_dispatch(self, tokens: Tensor, routing: Routing, placement: ExpertPlacement) -> Any:
-        """The first half of :meth:`dispatch`: what it returns has rows under way."""
+    def dispatch(self, tokens: Tensor, plan: PlanT) -> Steps[Arrived]:
+        """Bring tokens [T, H] to their experts; pauses while they are under way."""
 
     @abstractmethod
-    def finish_dispatch(self, started: Any) -> tuple[Tensor, Tensor, Any]:
-        """The second half of :meth:`dispatch`."""
-
-    @abstractmethod
-    def start_combine(self, expert_rows: Tensor, state: Any) -> Flight:
-        """The first half of :meth:`combine`."""
-
-    @abstractmethod
-    def finish_combine(self, flight: Flight, state: Any) -> Tensor:
-        """The second half of :meth:`combine`."""
+    def combine(self, partial_sums: Tensor, plan: PlanT) -> Steps[Tensor]:
+        """Bring what this rank's experts made of the N arrived tokens [N, H] back to [T, H]: for each token the sum
+        over k of weight x expert. Pauses while it is under way.
+        """
 
     def locate(self, expert_ids: Tensor, placement: ExpertPlacement) -> tuple[Tensor, Tensor]:
         """Where experts live: ids [...] -> ranks [...] and slots [...], -1 for id -1. The tables stay on the device."""
@@ -106,7 +125,7 @@ class Dispatcher(ABC):
 
     def facts(self, tokens: Tensor, routing: Routing, placement: ExpertPlacement) -> list[int]:
         """The integers to send for :meth:`check`; none when the guard is off."""
-        facts = facts_of_call(tokens, routing, placement)
+        facts = facts_of_call(self.mode, tokens, routing, placement)
         return facts if self.guard else []
 
     def gather_counts(self, group: RankGroup, num_rows: int, facts: Sequence[int] = ()) -> list[int]:
@@ -126,11 +145,18 @@ class Dispatcher(ABC):
         if self.guard:
             check_agreement(facts_of_rank, layer=self.layer)
 
-    def num_rows_needed(self, rank_of_choice: Tensor) -> Tensor:
-        """How many rows must leave this rank when its tokens' choices lie on these ranks [T, K]: [] int64."""
-        needed = ranks_needed(rank_of_choice, self.group.size)
-        return needed.sum() - needed[:, self.group.rank].sum()
+    def count(self, rank_of_choice: Tensor) -> Tensor:
+        """Note what the choices of this rank's tokens [T, K] ask for -> [] int64, the rows that have to cross.
 
-    def crossing(self, rows: Tensor, num_rows_needed: Tensor) -> Tensor:
+        A forward that activation checkpointing repeats has been noted already.
+        """
+        demand = demand_of(rank_of_choice, num_ranks=self.group.size, node_of_rank=self.node_of_rank)
+        if not is_recomputing():
+            self.group.meter.add_tokens(len(rank_of_choice))
+            if self.watch is not None:
+                self.watch.add(demand, num_tokens=len(rank_of_choice))
+        return demand.rows.sum() - demand.rows[self.group.rank]
+
+    def crossing(self, rows: Tensor, plan: Plan) -> Tensor:
         """Note on the meter that ``rows`` cross to the experts or back."""
-        return crossing(rows, num_rows_needed, self.group.meter)
+        return crossing(rows, plan.num_rows_needed, self.group.meter)

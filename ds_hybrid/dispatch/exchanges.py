@@ -110,6 +110,19 @@ class AllReduceExchange(Exchange):
         return Transfer(None, lambda: gradients[0])
 
 
+class ShareExchange(Exchange):
+    """Values that every rank has already; each uses its own part of them, so their gradients are summed."""
+
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group
+
+    def send(self, *values: Tensor) -> Transfer:
+        return Transfer(None, lambda: values[0].view_as(values[0]))
+
+    def send_back(self, *gradients: Tensor) -> Transfer:
+        return self._group.all_reduce(*gradients)
+
+
 class _Depart(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, *values: Tensor) -> Tensor:

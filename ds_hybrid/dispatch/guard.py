@@ -7,19 +7,22 @@ moves; a rank that differs would otherwise leave its peers waiting for rows that
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import get_args
 
 import torch
 from torch import Tensor
 
+from ds_hybrid.dispatch.modes import Mode
 from ds_hybrid.dispatch.routing import Routing
 from ds_hybrid.errors import DispatchError
 from ds_hybrid.placement import ExpertPlacement
 
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_FACTS = ("hidden size", "dtype", "top-k", "number of experts", "placement digest")
+_MODES: tuple[Mode, ...] = get_args(Mode)
+_FACTS = ("mode", "hidden size", "dtype", "top-k", "number of experts", "placement digest")
 
 
-def facts_of_call(tokens: Tensor, routing: Routing, placement: ExpertPlacement) -> list[int]:
+def facts_of_call(mode: Mode, tokens: Tensor, routing: Routing, placement: ExpertPlacement) -> list[int]:
     """What must be equal on every rank of the group, as integers.
 
     Raises:
@@ -33,7 +36,14 @@ def facts_of_call(tokens: Tensor, routing: Routing, placement: ExpertPlacement) 
         raise DispatchError(
             f"the router chooses among {routing.num_experts} experts, the placement holds {placement.num_experts}."
         )
-    return [tokens.shape[1], _DTYPES.index(tokens.dtype), routing.top_k, routing.num_experts, placement.digest]
+    return [
+        _MODES.index(mode),
+        tokens.shape[1],
+        _DTYPES.index(tokens.dtype),
+        routing.top_k,
+        routing.num_experts,
+        placement.digest,
+    ]
 
 
 def check_agreement(facts_of_rank: Sequence[Sequence[int]], *, layer: str) -> None:
@@ -53,4 +63,6 @@ def check_agreement(facts_of_rank: Sequence[Sequence[int]], *, layer: str) -> No
 
 
 def _readable(name: str, value: int) -> str:
+    if name == "mode":
+        return _MODES[value]
     return str(_DTYPES[value]) if name == "dtype" else str(value)

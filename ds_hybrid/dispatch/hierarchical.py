@@ -6,6 +6,7 @@ the node-limited dispatch of DeepSeek-V3 (arXiv 2412.19437, section 3.2.2).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,10 @@ class NodeProcessGroups:
     def with_meter(self, meter: Meter) -> NodeGroups:
         """The groups of a layer, which notes what it sends over them on ``meter``."""
         return NodeGroups(self.node_of_rank, RankGroup(self.across, meter), RankGroup(self.inside, meter))
+
+
+CutByNodes = Callable[[Any], NodeProcessGroups]
+"""An expert-parallel process group -> its parts; raises a HybridError on every rank where there are none."""
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_hybrid.dispatch.arrived import Arrived
 from ds_hybrid.dispatch.collectives import RankGroup
-from ds_hybrid.dispatch.dispatcher import Dispatcher
+from ds_hybrid.dispatch.dispatcher import Dispatcher, Plan
 from ds_hybrid.dispatch.exchanges import Flight, RowsExchange
 from ds_hybrid.dispatch.gathering import gather_ids
 from ds_hybrid.dispatch.routing import Routing, ranks_needed
 from ds_hybrid.dispatch.rows import RowMap, expand, weighted_sum
+from ds_hybrid.dispatch.steps import Steps
 from ds_hybrid.dispatch.wire import WeightedRowsExchange
 from ds_hybrid.placement import ExpertPlacement
 
@@ -61,74 +63,60 @@ class Leg:
 
 
 @dataclass(frozen=True)
-class HopsStarted:
-    """Rows on their way over the first hop; ``ids`` [arriving, K], of which ``num_pairs`` are experts of this rank."""
+class HopsPlan(Plan):
+    """The legs of one call; ``ids`` [N, K] of the rows that arrive, of which ``num_pairs`` are experts of this rank."""
 
-    flight: Flight
-    first_leg: Leg
+    placement: ExpertPlacement
+    legs: tuple[Leg, ...]
     ids: Tensor
     num_pairs: int
-    placement: ExpertPlacement
-    num_rows_needed: Tensor
 
 
-@dataclass(frozen=True)
-class HopsState:
-    """The legs of one call, and which arrived rows which local expert worked on, with their weights [arrived, K]."""
-
-    legs: tuple[Leg, ...]
-    pairs: RowMap
-    arrived_weights: Tensor
-    num_rows_needed: Tensor
-
-
-class HopsDispatcher(Dispatcher):
+class HopsDispatcher(Dispatcher[HopsPlan]):
     """Sends rows over ``hops`` one after the other; the last hop leads to the rank of the expert."""
 
     def __init__(self, group: RankGroup, hops: Sequence[Hop], **options: Any) -> None:
         super().__init__(group, **options)
         self.hops = tuple(hops)
 
-    def start_dispatch(self, tokens: Tensor, routing: Routing, placement: ExpertPlacement) -> HopsStarted:
-        self.group.meter.add_tokens(routing.num_tokens)
+    def plan(self, tokens: Tensor, routing: Routing, placement: ExpertPlacement) -> HopsPlan:
         # Over the whole group, so that all ranks see the facts of all.
         counts = self.gather_counts(self.group, routing.num_tokens, self.facts(tokens, routing, placement))
-        num_rows_needed = self.num_rows_needed(self.locate(routing.topk_ids, placement)[0])
-        hop = self.hops[0]
-        num_rows = [counts[rank] for rank in hop.ranks]
-        leg, ids, num_pairs = self._plan(hop, routing.topk_ids, num_rows, placement)
-        flight = self._depart(leg, self.crossing(tokens, num_rows_needed), routing.topk_weights)
-        return HopsStarted(flight, leg, ids, num_pairs, placement, num_rows_needed)
-
-    def finish_dispatch(self, started: HopsStarted) -> tuple[Tensor, Tensor, HopsState]:
-        legs, ids, num_pairs, placement = [started.first_leg], started.ids, started.num_pairs, started.placement
-        rows, weights = started.flight.arrive()
+        num_rows = [counts[rank] for rank in self.hops[0].ranks]
+        leg, ids, num_pairs = self._plan_leg(self.hops[0], routing.topk_ids, num_rows, placement)
+        legs = [leg]
         for hop in self.hops[1:]:
             num_rows = self.gather_counts(hop.group, len(ids))
-            leg, ids, num_pairs = self._plan(hop, ids, num_rows, placement)
-            rows, weights = self._depart(leg, rows, weights).arrive()
+            leg, ids, num_pairs = self._plan_leg(hop, ids, num_rows, placement)
             legs.append(leg)
-        pairs, num_rows_per_slot = self.pairs_here(ids, placement, num_pairs)
-        state = HopsState(tuple(legs), pairs, weights, started.num_rows_needed)
-        return expand(rows, pairs), num_rows_per_slot, state
+        num_rows_needed = self.count(self.locate(routing.topk_ids, placement)[0])
+        return HopsPlan(routing, num_rows_needed, placement, tuple(legs), ids, num_pairs)
 
-    def start_combine(self, expert_rows: Tensor, state: HopsState) -> Flight:
-        rows = weighted_sum(expert_rows, state.pairs, state.arrived_weights)
-        rows = self.crossing(rows, state.num_rows_needed)
-        for leg in reversed(state.legs[1:]):
-            (rows,) = _way_back(leg).run(rows)
+    def dispatch(self, tokens: Tensor, plan: HopsPlan) -> Steps[Arrived]:
+        rows, weights = self.crossing(tokens, plan), plan.routing.topk_weights
+        for leg in plan.legs:
+            flight = self._depart(leg, rows, weights)
+            yield
+            rows, weights = flight.arrive()
+        pairs, num_rows_per_slot = self.pairs_here(plan.ids, plan.placement, plan.num_pairs)
+        return Arrived(rows, pairs, num_rows_per_slot, weights)
+
+    def combine(self, partial_sums: Tensor, plan: HopsPlan) -> Steps[Tensor]:
+        rows = self.crossing(partial_sums, plan)
+        for leg in reversed(plan.legs):
+            flight = RowsExchange(leg.hop.group, leg.receive_counts, leg.send_counts).depart(rows)
+            yield
+            (rows,) = flight.arrive()
             rows = weighted_sum(rows, leg.sent)
-        return _way_back(state.legs[0]).depart(rows)
-
-    def finish_combine(self, flight: Flight, state: HopsState) -> Tensor:
-        (rows,) = flight.arrive()
-        return weighted_sum(rows, state.legs[0].sent)
+        return rows
 
     def _depart(self, leg: Leg, rows: Tensor, weights: Tensor) -> Flight:
         exchange = WeightedRowsExchange(leg.hop.group, leg.send_counts, leg.receive_counts, self.wire_dtype)
         return exchange.depart(expand(rows, leg.sent), expand(weights, leg.sent))
 
-    def _plan(self, hop: Hop, ids: Tensor, num_rows: list[int], placement: ExpertPlacement) -> tuple[Leg, Tensor, int]:
+    def _plan_leg(
+        self, hop: Hop, ids: Tensor, num_rows: list[int], placement: ExpertPlacement
+    ) -> tuple[Leg, Tensor, int]:
         """The leg of rows with these ``ids`` [N, K]; the ids of the rows that arrive [R, K], and how many of their
         choices are experts of this rank. ``num_rows`` are the rows of each member of the hop's group.
         """
@@ -144,10 +132,6 @@ class HopsDispatcher(Dispatcher):
         arrived = arrives.flatten().nonzero_static(size=sum(receive_counts))[:, 0]
         leg = Leg(hop, _map_of_sent(needed, sum(send_counts), ids.shape[1]), send_counts, receive_counts)
         return leg, all_ids.flatten(0, 1)[arrived], num_pairs
-
-
-def _way_back(leg: Leg) -> RowsExchange:
-    return RowsExchange(leg.hop.group, leg.receive_counts, leg.send_counts)
 
 
 def _map_of_sent(needed: Tensor, num_sent: int, top_k: int) -> RowMap:

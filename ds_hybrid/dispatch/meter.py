@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ds_hybrid.dispatch.stopwatch import Stopwatch
+
 
 @dataclass(frozen=True)
 class WireBytes:
-    """Bytes that left this rank for others since the meter was last cleared, forward and backward.
+    """Bytes that left this rank for others since the meter was last read, forward and backward; and what else it saw.
 
     Attributes:
         payload: rows of tokens and gradients, and the routing weights that ride with them; recomputation included.
@@ -20,6 +22,9 @@ class WireBytes:
         lower_bound: rows that had to cross, times their bytes: each token once to each other rank that holds one of
             its experts, one row back, and the same again in backward.
         num_tokens: tokens routed.
+        num_arrived: tokens that reached this rank's experts, its own among them; in mode ``alltoall`` once for each
+            choice.
+        exposed_seconds: how long this rank stood still for messages, slower ranks' delay included.
 
     Per rank, ``payload`` may fall below ``lower_bound`` (a combine sends rows of other ranks' tokens): compare sums
     over the ranks of a group.
@@ -29,18 +34,26 @@ class WireBytes:
     metadata: int
     lower_bound: int
     num_tokens: int
+    num_arrived: int
+    exposed_seconds: float
 
 
 class Meter:
-    """Adds up the traffic of one layer on one rank."""
+    """Adds up the traffic of one layer on one rank.
+
+    Attributes:
+        exposed: runs while this rank waits for a message.
+    """
 
     def __init__(self) -> None:
-        self.clear()
+        self.exposed = Stopwatch()
+        self._start_anew()
 
-    def clear(self) -> None:
+    def _start_anew(self) -> None:
         self._payload = 0
         self._metadata = 0
         self._num_tokens = 0
+        self._num_arrived = 0
         self._lower_bound: Tensor | None = None
 
     def add_payload(self, num_bytes: int) -> None:
@@ -50,18 +63,30 @@ class Meter:
         self._metadata += num_bytes
 
     def add_tokens(self, num_tokens: int) -> None:
-        """Count routed tokens; those of a forward that activation checkpointing repeats are counted already."""
-        if not is_recomputing():
-            self._num_tokens += num_tokens
+        """Count routed tokens, once where activation checkpointing repeats a forward."""
+        self._num_tokens += num_tokens
+
+    def add_arrived(self, num_tokens: int) -> None:
+        """Count tokens that reached this rank's experts, likewise once."""
+        self._num_arrived += num_tokens
 
     def add_lower_bound(self, num_bytes: Tensor) -> None:
         """Add a count that lives on the device; it is read back only by :meth:`read`."""
         self._lower_bound = num_bytes if self._lower_bound is None else self._lower_bound + num_bytes
 
-    def read(self) -> WireBytes:
-        """The totals. Waits for the device."""
+    def take(self) -> WireBytes:
+        """The totals since the last time. Waits for the device."""
         lower_bound = 0 if self._lower_bound is None else int(self._lower_bound)
-        return WireBytes(self._payload, self._metadata, lower_bound, self._num_tokens)
+        taken = WireBytes(
+            self._payload,
+            self._metadata,
+            lower_bound,
+            self._num_tokens,
+            self._num_arrived,
+            self.exposed.take(),
+        )
+        self._start_anew()
+        return taken
 
 
 def is_recomputing() -> bool:

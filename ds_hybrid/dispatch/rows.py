@@ -96,7 +96,7 @@ class _Expand(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_rows: Tensor) -> tuple[Tensor, None, None, None, None]:
         rows_by_cell, first_of_token = ctx.saved_tensors
-        return _sum_rows(grad_rows, rows_by_cell, first_of_token, ctx.num_copies), None, None, None, None
+        return sum_rows(grad_rows, rows_by_cell, first_of_token, ctx.num_copies), None, None, None, None
 
 
 class _Sum(torch.autograd.Function):
@@ -106,7 +106,7 @@ class _Sum(torch.autograd.Function):
     ) -> Tensor:
         ctx.num_copies = num_copies
         ctx.save_for_backward(cell_of_row)
-        return _sum_rows(values, rows_by_cell, first_of_token, num_copies)
+        return sum_rows(values, rows_by_cell, first_of_token, num_copies)
 
     @staticmethod
     @once_differentiable
@@ -123,7 +123,7 @@ class _WeightedSum(torch.autograd.Function):
         ctx.save_for_backward(values, weights, cell_of_row)
         weight_of_row = weights.reshape(-1).index_select(0, cell_of_row)
         weights_by_cell = weight_of_row.index_select(0, rows_by_cell)
-        return _sum_rows(values, rows_by_cell, first_of_token, weights.shape[1], weights_by_cell)
+        return sum_rows(values, rows_by_cell, first_of_token, weights.shape[1], weights_by_cell)
 
     @staticmethod
     @once_differentiable
@@ -137,15 +137,16 @@ class _WeightedSum(torch.autograd.Function):
         return grad_values, grad_weights.view_as(weights), None, None, None
 
 
-def _sum_rows(
+def sum_rows(
     values: Tensor,
     rows_by_cell: Tensor,
     first_of_token: Tensor,
     num_copies: int,
     weights_by_cell: Tensor | None = None,
 ) -> Tensor:
+    """The forward of :func:`weighted_sum`, of a map's parts: rows [R, H] -> tokens [T, H]; not differentiable."""
     num_tokens = len(first_of_token)
-    if weights_by_cell is None and num_copies == 1 and len(values) == num_tokens:
+    if weights_by_cell is None and num_copies == 1 and len(rows_by_cell) == num_tokens:
         return values.index_select(0, rows_by_cell)
     if not len(values):
         return values.new_zeros((num_tokens, values.shape[1]))

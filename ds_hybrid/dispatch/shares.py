@@ -31,9 +31,13 @@ class TokenShares:
         first = min(group.rank * self._longest, num_tokens)
         self._own = slice(first, min(first + self._longest, num_tokens))
 
+    def part(self, values: Tensor) -> Tensor:
+        """The part of values [T, ...] that is of this rank's share; nothing comes back to the other ranks' parts."""
+        return values[self._own]
+
     def of_routing(self, routing: Routing) -> Routing:
         """What the router decided for this rank's share."""
-        return Routing(routing.topk_ids[self._own], self.take(routing.topk_weights), routing.num_experts)
+        return Routing(self.part(routing.topk_ids), self.take(routing.topk_weights), routing.num_experts)
 
     def take(self, values: Tensor) -> Tensor:
         """[T, C], the same on every rank -> this rank's share [S, C]."""
@@ -42,9 +46,6 @@ class TokenShares:
     def join(self, share: Tensor) -> Tensor:
         """This rank's share [S, C] -> [T, C], the same on every rank."""
         return share if self._group.size == 1 else _Join.apply(share, self)
-
-    def _part(self, values: Tensor) -> Tensor:
-        return values[self._own]
 
     def _whole(self, share: Tensor) -> Tensor:
         padded = pad(share, (0, 0, 0, self._longest - len(share)))
@@ -55,7 +56,7 @@ class _Take(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, shares: TokenShares) -> Tensor:
         ctx.shares = shares
-        return shares._part(values).clone()
+        return shares.part(values).clone()
 
     @staticmethod
     @once_differentiable
@@ -72,4 +73,4 @@ class _Join(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.shares._part(gradient).clone(), None
+        return ctx.shares.part(gradient).clone(), None

@@ -18,7 +18,7 @@ from ds_hybrid.dispatch.nodes import hops_over_nodes
 
 IntArray = npt.NDArray[np.int64]
 
-_INTEGER_BYTES = 8
+INTEGER_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class WireShape:
     value_bytes: int
     weight_bytes: int = 4
     wire_dtype: WireDtype = "auto"
-    num_facts: int = 5
+    num_facts: int = 6
 
     @property
     def row_bytes(self) -> int:
@@ -126,12 +126,7 @@ def expected_rows(mode: Mode, *, num_ranks: int, num_experts: int, top_k: int, n
 
 
 def expected_bytes(mode: Mode, shape: WireShape) -> float:
-    """Forward bytes per token of one of ``MODES`` or ``replicated`` under uniform routing.
-
-    Without the headers, which T does not grow.
-    """
-    if mode == "replicated":
-        return 2 * (shape.num_ranks - 1) / shape.num_ranks * shape.row_bytes
+    """Forward bytes per token of one of ``MODES`` under uniform routing, without the headers, which T does not grow."""
     rows = expected_rows(mode, num_ranks=shape.num_ranks, num_experts=shape.num_experts, top_k=shape.top_k)
     both_ways = shape.dispatched_row_bytes + shape.row_bytes
     if mode == "alltoall":
@@ -158,12 +153,12 @@ def _rows(mode: Mode, rank_of_choice: Sequence[IntArray], shape: WireShape, node
     if mode == "alltoall":
         rows = np.stack([np.bincount(ranks.ravel(), minlength=num_ranks) for ranks in rank_of_choice])
         np.fill_diagonal(rows, 0)
-        metadata = _INTEGER_BYTES * (shape.num_experts // num_ranks + shape.num_facts) * peers
+        metadata = INTEGER_BYTES * (shape.num_experts // num_ranks + shape.num_facts) * peers
         return _Rows(rows.sum(1), rows.sum(0), np.full(num_ranks, metadata))
     if mode == "allgather":
         longest = max(len(ranks) for ranks in rank_of_choice)
         rows = np.full(num_ranks, longest * peers)
-        metadata = (_INTEGER_BYTES * (1 + shape.num_facts) + longest * shape.ids_bytes) * peers
+        metadata = (INTEGER_BYTES * (1 + shape.num_facts) + longest * shape.ids_bytes) * peers
         return _Rows(rows, rows, np.full(num_ranks, metadata))
     everywhere = np.tile(np.arange(num_ranks), (num_ranks, 1))
     if mode == "two_stage":
@@ -175,13 +170,13 @@ def _rows_over_hops(rank_of_choice: Sequence[IntArray], hops: Sequence[IntArray]
     """Follow every row. ``hops`` are [P, P]: the rank to which rank i hands a row that is bound for rank j, or -1."""
     num_ranks, held = shape.num_ranks, list(rank_of_choice)
     dispatched, combined = np.zeros(num_ranks, dtype=np.int64), np.zeros(num_ranks, dtype=np.int64)
-    metadata = np.full(num_ranks, _INTEGER_BYTES * (1 + shape.num_facts) * (num_ranks - 1))
+    metadata = np.full(num_ranks, INTEGER_BYTES * (1 + shape.num_facts) * (num_ranks - 1))
     for number, hop in enumerate(hops):
         arriving: list[list[IntArray]] = [[] for _ in range(num_ranks)]
         for source, rows in enumerate(held):
             members = np.unique(hop[source][hop[source] >= 0])
             longest = max(len(held[member]) for member in members)
-            count_bytes = _INTEGER_BYTES if number else 0
+            count_bytes = INTEGER_BYTES if number else 0
             metadata[source] += (count_bytes + longest * shape.ids_bytes) * (len(members) - 1)
             for target in members:
                 going = rows[(hop[source][rows] == target).any(1)]
@@ -206,6 +201,6 @@ def _replicated_traffic(num_tokens: int, shape: WireShape, *, backward: bool) ->
     """An all-reduce of the output; in backward of the tokens' gradients, and of the weights'. A ring's bytes."""
     messages = [num_tokens * shape.row_bytes, *([num_tokens * shape.riding_bytes] if backward else [])]
     payload = sum(2 * message * (shape.num_ranks - 1) // shape.num_ranks for message in messages)
-    metadata = 0 if backward else _INTEGER_BYTES * (1 + shape.num_facts) * (shape.num_ranks - 1)
+    metadata = 0 if backward else INTEGER_BYTES * (1 + shape.num_facts) * (shape.num_ranks - 1)
     zeros = np.zeros(shape.num_ranks, dtype=np.int64)
     return Traffic(zeros + payload, zeros + metadata, zeros)

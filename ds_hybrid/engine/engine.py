@@ -25,12 +25,14 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.tensor_parallel.init_utils import merge_tp_model_init_into_config
 from deepspeed.utils import groups, log_dist
-from torch import Tensor, nn
+from torch import nn
 
 from ds_hybrid.config import HybridConfig, check, find_warnings, name_of, read_document
 from ds_hybrid.engine.agreement import compare_ranks, raise_alike
+from ds_hybrid.engine.auto_dispatch import AutoDispatch
 from ds_hybrid.engine.clipping import clip_gradients
-from ds_hybrid.engine.groups import make_node_groups
+from ds_hybrid.engine.groups import NodeCutter
+from ds_hybrid.engine.moe_stats import take_stats
 from ds_hybrid.engine.parameter_groups import split_groups, split_optimizer
 from ds_hybrid.engine.router_logits import record_router_logits, router_recorders_hidden
 from ds_hybrid.engine.tensor_parallel import refuse_empty_shards, sum_gradients_of_blocks
@@ -39,7 +41,7 @@ from ds_hybrid.errors import ConfigError
 from ds_hybrid.moe.autoep import HybridAutoEPLayer
 from ds_hybrid.moe.correction_bias import update_correction_biases
 from ds_hybrid.moe.layer import MoE
-from ds_hybrid.observe.stats import LayerStats, MoEStats
+from ds_hybrid.observe.stats import MoEStats
 
 
 class MoEEngine(DeepSpeedEngine):
@@ -54,7 +56,9 @@ class MoEEngine(DeepSpeedEngine):
 
     def __init__(self, *, hybrid_config: HybridConfig, **kwargs: Any) -> None:
         self.hybrid_config = hybrid_config
+        self._cut_by_nodes = NodeCutter()
         super().__init__(**kwargs)
+        self._auto_dispatch = AutoDispatch([layer.switch for layer in self.moe_layers_by_name().values()])
 
     def _configure_expert_parallel(self, model: nn.Module, collect_sources: bool | None = None) -> Any:
         with router_recorders_hidden(model):
@@ -69,12 +73,8 @@ class MoEEngine(DeepSpeedEngine):
     def _adopt_converted_layers(self, model: nn.Module) -> list[HybridAutoEPLayer]:
         dispatch = self.hybrid_config.dispatch
         converted = {name: layer for name, layer in model.named_modules() if type(layer) is AutoEPMoELayer}
-        node_groups = None
-        if converted and dispatch.mode == "hierarchical":
-            group_name = next(iter(converted.values())).ep_group_name
-            node_groups = make_node_groups(groups._get_expert_parallel_group(group_name))
         return [
-            HybridAutoEPLayer.adopt(layer, name=name, dispatch=dispatch, node_groups=node_groups)
+            HybridAutoEPLayer.adopt(layer, name=name, dispatch=dispatch, cut_by_nodes=self._cut_by_nodes)
             for name, layer in converted.items()
         ]
 
@@ -87,7 +87,7 @@ class MoEEngine(DeepSpeedEngine):
                     f"zero_optimization.stage = 3: {name or 'the model'} is a ds_hybrid.MoE, which DeepSpeed "
                     "trains with stages 0, 1 and 2."
                 )
-            layer.configure(name=name, dispatch=self.hybrid_config.dispatch)
+            layer.configure(name=name, dispatch=self.hybrid_config.dispatch, cut_by_nodes=self._cut_by_nodes)
 
     def _configure_tensor_parallel(self, model: nn.Module, tp_config: Any) -> Any:
         sources = super()._configure_tensor_parallel(model, tp_config)
@@ -125,6 +125,7 @@ class MoEEngine(DeepSpeedEngine):
         super()._take_model_step(lr_kwargs)
         gates = [layer.deepspeed_moe.gate for layer in self.module.modules() if isinstance(layer, MoE)]
         update_correction_biases(gates, apply=self._step_applied)
+        self._auto_dispatch.after_step()
 
     def clip_fp32_gradients(self) -> None:
         """Clip by the norm of the whole model, experts of all ranks and shards of AutoTP included."""
@@ -143,14 +144,7 @@ class MoEEngine(DeepSpeedEngine):
 
         Bytes and tokens are those of every forward, evaluation included; load is that of training alone.
         """
-        layers = list(self.moe_layers_by_name().values())
-        if not layers:
-            return MoEStats(())
-        counts = [_take_counts(layer) for layer in layers]
-        total = torch.cat(counts)
-        dist.all_reduce(total)
-        of_layer = total.split([len(part) for part in counts])
-        return MoEStats(tuple(_stats_of(*pair) for pair in zip(layers, of_layer, strict=True)))
+        return take_stats(list(self.moe_layers_by_name().values()))
 
 
 def initialize(
@@ -270,18 +264,3 @@ def _facts_of_layers(engine: MoEEngine) -> dict[str, str]:
         f"top-{layer.top_k}, hidden size {layer.hidden_size}"
         for name, layer in engine.moe_layers_by_name().items()
     }
-
-
-def _take_counts(layer: HybridAutoEPLayer | MoE) -> Tensor:
-    """Payload, metadata, lower bound, tokens, and the load of each expert; starts the layer's counters anew."""
-    sent = layer.meter.read()
-    layer.meter.clear()
-    load = layer.expert_load.clone()
-    layer.expert_load.zero_()
-    return torch.cat([load.new_tensor([sent.payload, sent.metadata, sent.lower_bound, sent.num_tokens]), load])
-
-
-def _stats_of(layer: HybridAutoEPLayer | MoE, counts: Tensor) -> LayerStats:
-    payload, metadata, lower_bound, num_tokens, *expert_load = counts.tolist()
-    mode = layer.dispatcher.mode
-    return LayerStats(layer.layer_name, mode, payload, metadata, lower_bound, num_tokens, tuple(expert_load))

@@ -11,7 +11,26 @@ import torch.distributed as dist
 
 from ds_hybrid.dispatch.hierarchical import NodeProcessGroups
 from ds_hybrid.dispatch.nodes import places_in_nodes
-from ds_hybrid.errors import ConfigError
+from ds_hybrid.errors import ConfigError, HybridError
+
+
+class NodeCutter:
+    """:func:`make_node_groups` for the layers of a model, once for each expert-parallel group."""
+
+    def __init__(self) -> None:
+        self._made: dict[Any, NodeProcessGroups | HybridError] = {}
+
+    def __call__(self, expert_parallel_group: Any) -> NodeProcessGroups:
+        """The group cut by nodes; raises again what was raised for it before. Collective the first time."""
+        if expert_parallel_group not in self._made:
+            try:
+                self._made[expert_parallel_group] = make_node_groups(expert_parallel_group)
+            except HybridError as error:
+                self._made[expert_parallel_group] = error
+        made = self._made[expert_parallel_group]
+        if isinstance(made, HybridError):
+            raise made
+        return made
 
 
 def make_node_groups(expert_parallel_group: Any) -> NodeProcessGroups:

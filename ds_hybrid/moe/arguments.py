@@ -19,6 +19,8 @@ NOISE_OF_POLICY: Final[Mapping[str | None, Noise]] = MappingProxyType(
 )
 """DeepSpeed's noisy_gate_policy -> ours."""
 
+_WORKING_MODES: Final = ("auto", *MODES, "hierarchical")
+
 _UNSUPPORTED: Final[Mapping[str, str]] = MappingProxyType(
     {
         "use_tutel": "Tutel's kernels serve DeepSpeed's own dispatch. Leave it False: dispatch= chooses ours.",
@@ -44,7 +46,7 @@ def check_dispatch(dispatch: DispatchConfig, *, layer: str) -> None:
     Raises:
         ConfigError: it is one that only converted layers take.
     """
-    works = ("auto", *MODES)
+    works = _WORKING_MODES
     if dispatch.mode not in works:
         raise ConfigError(
             f"ds_hybrid.dispatch.mode = {show(dispatch.mode)}: not available for the ds_hybrid.MoE {layer!r}. "
@@ -93,7 +95,7 @@ def _broken_rules(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _unknown_words(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     vocabulary: dict[str, Iterable[Any]] = {
         "noisy_gate_policy": NOISE_OF_POLICY,
-        "dispatch": ("auto", *MODES),
+        "dispatch": _WORKING_MODES,
         "drop_policy": DROP_POLICIES,
         "score": SCORE_FUNCTIONS,
     }

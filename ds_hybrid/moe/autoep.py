@@ -14,17 +14,17 @@ from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from torch import Tensor
 
 from ds_hybrid.config import DispatchConfig
-from ds_hybrid.dispatch.choose import make_dispatcher, resolve_mode
 from ds_hybrid.dispatch.collectives import LoneRank, RankGroup
 from ds_hybrid.dispatch.dispatcher import Dispatcher
-from ds_hybrid.dispatch.hierarchical import NodeProcessGroups
+from ds_hybrid.dispatch.hierarchical import CutByNodes
 from ds_hybrid.dispatch.meter import Meter, is_recomputing
 from ds_hybrid.dispatch.overlap import run_in_chunks
 from ds_hybrid.dispatch.routing import Routing, count_values
 from ds_hybrid.dispatch.shares import TokenShares
+from ds_hybrid.dispatch.switch import DispatchSwitch
 from ds_hybrid.dispatch.traffic import WireShape
 from ds_hybrid.errors import ConfigError
-from ds_hybrid.moe.experts import run_experts
+from ds_hybrid.moe.experts import HybridExperts
 from ds_hybrid.placement import ExpertPlacement
 
 
@@ -35,6 +35,7 @@ class HybridAutoEPLayer(AutoEPMoELayer):
         layer_name: the block's name in the model, for messages and statistics.
         placement: which rank and slot holds which expert of the model.
         same_tokens: the tensor-parallel group, whose ranks have the same tokens; this rank alone without one.
+        switch: the dispatcher, and the others that mode ``auto`` may take.
         meter: what this rank sent for this layer.
         expert_load: [E] int64, how many (token, choice) pairs of this rank chose each expert in training. Ranks with
             the same tokens count a share each.
@@ -42,8 +43,8 @@ class HybridAutoEPLayer(AutoEPMoELayer):
 
     layer_name: str
     placement: ExpertPlacement
-    dispatcher: Dispatcher
     same_tokens: RankGroup
+    switch: DispatchSwitch
     meter: Meter
     expert_load: Tensor
 
@@ -54,20 +55,21 @@ class HybridAutoEPLayer(AutoEPMoELayer):
         *,
         name: str,
         dispatch: DispatchConfig,
-        node_groups: NodeProcessGroups | None = None,
+        cut_by_nodes: CutByNodes | None = None,
     ) -> HybridAutoEPLayer:
         """Turn a converted layer into ours in place: its parameters, marks and hooks stay what they are.
 
         Args:
             name: of the layer in the model.
-            node_groups: the expert-parallel group cut by nodes; mode ``hierarchical`` needs it.
+            cut_by_nodes: gives the parts of an expert-parallel group; ``hierarchical`` needs it.
         """
         layer.__class__ = cls
+        HybridExperts.adopt(layer.experts)
         layer.layer_name = name
         layer.placement = ExpertPlacement.contiguous(layer.num_experts, layer.ep_size)
         layer.meter = Meter()
         layer._dispatch_config = dispatch
-        layer._node_groups = node_groups
+        layer._cut_by_nodes = cut_by_nodes
         # An integer buffer: DeepSpeed would cast a floating-point one to bf16, which stops counting at 256.
         load = torch.zeros(layer.num_experts, dtype=torch.int64, device=layer.tokens_per_expert.device)
         layer.register_buffer("expert_load", load, persistent=False)
@@ -88,15 +90,19 @@ class HybridAutoEPLayer(AutoEPMoELayer):
             # What such a rank has of the experts' gradients is its own, as with a shard of a weight: so marked,
             # DeepSpeed neither scales it by the tensor-parallel size nor leaves it out of the gradient norm.
             parameter.tensor_model_parallel = True
-        cut = self._node_groups
-        self.dispatcher = make_dispatcher(
-            resolve_mode(self._dispatch_config.mode, self._wire_shape(), num_same_tokens=self.same_tokens.size),
+        self.switch = DispatchSwitch(
+            self._dispatch_config.mode,
             RankGroup(self.ep_group, self.meter),
+            self._wire_shape(),
             layer=self.layer_name,
             guard=self._dispatch_config.guard,
-            wire_dtype=self._dispatch_config.wire_dtype,
-            nodes=None if cut is None else cut.with_meter(self.meter),
+            cut_by_nodes=self._cut_by_nodes,
         )
+
+    @property
+    def dispatcher(self) -> Dispatcher[Any]:
+        """What moves the tokens at present."""
+        return self.switch.dispatcher
 
     def _forward(self, hidden_states: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         hidden_size = hidden_states.shape[-1]
@@ -107,13 +113,13 @@ class HybridAutoEPLayer(AutoEPMoELayer):
         with torch.no_grad():
             self.tokens_per_expert.add_(tokens_per_expert)
             if self.training and not is_recomputing():
-                self.expert_load.add_(count_values(shares.of_routing(routing).topk_ids, self.num_experts))
+                self.expert_load.add_(count_values(shares.part(topk_ids), self.num_experts))
 
         run = partial(
             run_in_chunks,
             self.dispatcher,
             placement=self.placement,
-            run_experts=partial(run_experts, self.experts),
+            experts=self.experts.run,
             num_chunks=self._dispatch_config.overlap_chunks,
         )
         if self.dispatcher.mode == "replicated":

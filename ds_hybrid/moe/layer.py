@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Literal
+from typing import Any, Literal
 
 import deepspeed.comm as dist
 import torch
@@ -13,11 +13,12 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch import Tensor, nn
 
 from ds_hybrid.config import DispatchConfig
-from ds_hybrid.dispatch.choose import make_dispatcher, resolve_mode
 from ds_hybrid.dispatch.collectives import LoneRank, RankGroup
 from ds_hybrid.dispatch.dispatcher import Dispatcher
+from ds_hybrid.dispatch.hierarchical import CutByNodes
 from ds_hybrid.dispatch.meter import Meter, is_recomputing
 from ds_hybrid.dispatch.modes import Mode
+from ds_hybrid.dispatch.switch import DispatchSwitch
 from ds_hybrid.dispatch.traffic import WireShape
 from ds_hybrid.errors import ConfigError, DispatchError
 from ds_hybrid.moe.arguments import NOISE_OF_POLICY, check_arguments, check_dispatch, check_world_size
@@ -56,8 +57,9 @@ class MoE(DeepSpeedMoE):
         use_rts: random token selection, short for ``drop_policy="random"``.
         use_tutel, enable_expert_tensor_parallelism: only False.
         top2_2nd_expert_sampling: with k = 2, draw the second expert, in training only.
-        dispatch: a dispatcher's name, or "auto": what the ds_config says, and if that is auto too, the one that sends
-            the fewest bytes.
+        dispatch: a dispatcher's name, or "auto": what the ds_config says, and if that is auto too, the one that is
+            quickest by measured routing and links (with a :class:`ds_hybrid.MoEEngine`; else the one that sends the
+            fewest bytes).
         drop_policy: "probability", "position" or "random".
         score, num_groups, topk_groups, weight_scale, z_loss_weight, bias_update_rate: see
             :class:`ds_hybrid.moe.router.RouterOptions`. The bias moves once per optimizer step of a
@@ -136,6 +138,7 @@ class MoE(DeepSpeedMoE):
         self.meter = Meter()
         self._mode: Mode | Literal["auto"] = dispatch
         self._dispatch_config = DispatchConfig()
+        self._cut_by_nodes: CutByNodes | None = None
         self.register_buffer("expert_load", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
 
         policy: DropPolicy = "random" if use_rts else drop_policy
@@ -180,12 +183,20 @@ class MoE(DeepSpeedMoE):
         return self.deepspeed_moe.placement
 
     @property
-    def dispatcher(self) -> Dispatcher:
-        """What moves the tokens, once the layer has its expert-parallel group."""
-        return self.deepspeed_moe.dispatcher
+    def switch(self) -> DispatchSwitch:
+        """The dispatcher, and the others that mode ``auto`` may take, once the layer has its expert-parallel group."""
+        return self.deepspeed_moe.switch
 
-    def configure(self, *, name: str, dispatch: DispatchConfig) -> None:
+    @property
+    def dispatcher(self) -> Dispatcher[Any]:
+        """What moves the tokens at present."""
+        return self.switch.dispatcher
+
+    def configure(self, *, name: str, dispatch: DispatchConfig, cut_by_nodes: CutByNodes | None = None) -> None:
         """Take the layer's name, and from the ds_config what the constructor left open; before the group is bound.
+
+        Args:
+            cut_by_nodes: gives the parts of an expert-parallel group; ``hierarchical`` needs it.
 
         Raises:
             ConfigError: the ds_config asks for what only converted layers do.
@@ -193,6 +204,7 @@ class MoE(DeepSpeedMoE):
         check_dispatch(dispatch, layer=name)
         self.layer_name = name
         self._dispatch_config = dispatch
+        self._cut_by_nodes = cut_by_nodes
         if self._mode == "auto":
             self._mode = dispatch.mode
 
@@ -231,14 +243,15 @@ class MoE(DeepSpeedMoE):
             value_bytes=gate.wg.weight.element_size(),
             wire_dtype=self._dispatch_config.wire_dtype,
         )
-        dispatcher = make_dispatcher(
-            resolve_mode(self._mode, shape),
+        switch = DispatchSwitch(
+            self._mode,
             group,
+            shape,
             layer=self.layer_name,
             guard=self._dispatch_config.guard,
-            wire_dtype=self._dispatch_config.wire_dtype,
+            cut_by_nodes=self._cut_by_nodes,
         )
-        self.deepspeed_moe.bind(dispatcher, num_chunks=self._dispatch_config.overlap_chunks)
+        self.deepspeed_moe.bind(switch, num_chunks=self._dispatch_config.overlap_chunks)
 
     def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """hidden_states [..., H] -> (output [..., H], l_aux [] float32, exp_counts [E] int64).

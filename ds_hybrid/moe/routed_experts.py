@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ds_hybrid.dispatch.dispatcher import Dispatcher
+from ds_hybrid.dispatch.arrived import by_rows
 from ds_hybrid.dispatch.overlap import run_in_chunks
 from ds_hybrid.dispatch.routing import Routing
 from ds_hybrid.dispatch.rows import RowMap, expand, weighted_sum
+from ds_hybrid.dispatch.switch import DispatchSwitch
 from ds_hybrid.errors import ConfigError
 from ds_hybrid.moe.local_experts import LocalExperts
 from ds_hybrid.moe.router import Router, RouterOutput
@@ -47,27 +48,27 @@ class RoutedExperts(nn.Module):
         self.gate = gate
         self.experts = experts
         self.placement = placement
-        self._dispatcher: Dispatcher | None = None
+        self._switch: DispatchSwitch | None = None
         self._num_chunks = 1
 
-    def bind(self, dispatcher: Dispatcher, *, num_chunks: int = 1) -> None:
-        """Move tokens with ``dispatcher`` from now on, in ``num_chunks`` parts."""
-        self._dispatcher = dispatcher
+    def bind(self, switch: DispatchSwitch, *, num_chunks: int = 1) -> None:
+        """Move tokens with the dispatcher of ``switch`` from now on, in ``num_chunks`` parts."""
+        self._switch = switch
         self._num_chunks = num_chunks
 
     @property
-    def dispatcher(self) -> Dispatcher:
+    def switch(self) -> DispatchSwitch:
         """What moves the tokens.
 
         Raises:
             ConfigError: the layer has no expert-parallel group yet.
         """
-        if self._dispatcher is None:
+        if self._switch is None:
             raise ConfigError(
                 f"ds_hybrid.MoE(ep_size={self.placement.num_ranks}) has no expert-parallel group yet. "
                 "Pass the model to ds_hybrid.initialize or deepspeed.initialize before its first forward."
             )
-        return self._dispatcher
+        return self._switch
 
     def forward(self, tokens: Tensor, is_used: Tensor | None = None) -> MoEResult:
         """tokens [T, H]; is_used [T] bool, or None for all. Collective over the expert-parallel group.
@@ -75,11 +76,11 @@ class RoutedExperts(nn.Module):
         Raises:
             DispatchError: on every rank, when the ranks disagree.
         """
-        dispatcher = self.dispatcher
+        dispatcher = self.switch.dispatcher
         routed: RouterOutput = self.gate(tokens, is_used)
         cargo = pack_kept(tokens, routed, by_pair=self.gate.options.capacity is not None)
         combined = run_in_chunks(
-            dispatcher, cargo.tokens, cargo.routing, self.placement, self.experts, num_chunks=self._num_chunks
+            dispatcher, cargo.tokens, cargo.routing, self.placement, by_rows(self.experts), num_chunks=self._num_chunks
         )
         output = cargo.unpack(combined)
         return MoEResult(output, routed.loss, routed.num_routed, routed.num_processed)

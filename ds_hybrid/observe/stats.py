@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ds_hybrid.dispatch.modes import Mode
 
 
 @dataclass(frozen=True)
@@ -17,21 +21,37 @@ class LayerStats:
         lower_bound: bytes that had to cross, see :class:`ds_hybrid.dispatch.meter.WireBytes`.
         num_tokens: tokens routed.
         expert_load: for each logical expert, the (token, choice) pairs that chose it in training.
+        arrived: for each place in the expert-parallel group, the tokens that reached its experts, its own among them;
+            in mode ``alltoall`` once for each choice.
+        exposed_seconds: how long ranks stood still for messages, slower ranks' delay included.
+        predicted_seconds: where the mode is ``auto``, a call in each mode that was weighed at the last choice.
     """
 
     name: str
-    mode: str
+    mode: Mode
     payload: int
     metadata: int
     lower_bound: int
     num_tokens: int
     expert_load: tuple[int, ...]
+    arrived: tuple[int, ...] = ()
+    exposed_seconds: float = 0.0
+    predicted_seconds: Mapping[Mode, float] = field(default_factory=dict)
 
     @property
     def load_max_over_mean(self) -> float:
         """The busiest expert's load over the mean load; nan when nothing was routed."""
-        total = sum(self.expert_load)
-        return max(self.expert_load) * len(self.expert_load) / total if total else float("nan")
+        return _max_over_mean(self.expert_load)
+
+    @property
+    def receiver_max_over_mean(self) -> float:
+        """The tokens that reached the busiest rank over the mean of the ranks; nan when nothing arrived."""
+        return _max_over_mean(self.arrived)
+
+    @property
+    def lower_bound_ratio(self) -> float:
+        """Bytes sent, metadata included, over bytes that had to cross; nan when nothing had to."""
+        return _ratio(self.payload + self.metadata, self.lower_bound)
 
 
 @dataclass(frozen=True)
@@ -46,6 +66,19 @@ class MoEStats:
         return sum((layer.payload + layer.metadata) / layer.num_tokens for layer in self.layers if layer.num_tokens)
 
     @property
+    def wire_bytes_by_mode(self) -> dict[str, int]:
+        """Bytes sent, metadata included, of all layers that a dispatcher serves at present."""
+        by_mode: Counter[str] = Counter()
+        for layer in self.layers:
+            by_mode[layer.mode] += layer.payload + layer.metadata
+        return dict(by_mode)
+
+    @property
+    def exposed_seconds(self) -> float:
+        """How long ranks stood still for messages of any layer."""
+        return sum(layer.exposed_seconds for layer in self.layers)
+
+    @property
     def lower_bound_ratio(self) -> float:
         """Bytes sent, metadata included, over bytes that had to cross; nan when nothing had to."""
         return _ratio(
@@ -58,6 +91,11 @@ class MoEStats:
         """The worst layer's busiest expert over its mean; nan when there is no layer with load."""
         ratios = [layer.load_max_over_mean for layer in self.layers if any(layer.expert_load)]
         return max(ratios, default=float("nan"))
+
+
+def _max_over_mean(counts: tuple[int, ...]) -> float:
+    total = sum(counts)
+    return max(counts) * len(counts) / total if total else float("nan")
 
 
 def _ratio(numerator: float, denominator: float) -> float:

@@ -227,9 +227,9 @@ def measure_untimed(method: Method, batch: Batch) -> Costs:
     for _ in range(NUM_WARM_UPS):
         run_once(method, batch)
     if method.meter is not None:
-        method.meter.clear()
+        method.meter.take()
     forward, backward = exchanges_of(method, batch)
-    wire = None if method.meter is None else method.meter.read()
+    wire = None if method.meter is None else method.meter.take()
     meter_bytes = None if wire is None else wire.payload + wire.metadata
     return Costs(tuple(forward), tuple(backward), meter_bytes, memory_of(method, batch))
 

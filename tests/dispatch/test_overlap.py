@@ -9,7 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from ds_hybrid.dispatch.arrived import by_rows
 from ds_hybrid.dispatch.collectives import RankGroup, Transfer
+from ds_hybrid.dispatch.dispatcher import Dispatcher
+from ds_hybrid.dispatch.hierarchical import HierarchicalDispatcher, NodeGroups
 from ds_hybrid.dispatch.meter import Meter
 from ds_hybrid.dispatch.overlap import run_in_chunks
 from ds_hybrid.dispatch.routing import Routing
@@ -21,22 +24,29 @@ SECONDS_PER_ROW = 1.0
 
 
 class Clock:
-    """Of one rank: the time on its stream, when its link is free, and how long the stream has waited for the link."""
+    """Of one rank: the time on its stream, and how long the stream has waited for links."""
 
     def __init__(self) -> None:
-        self.now = self.link_free = self.waited = 0.0
+        self.now = self.waited = 0.0
 
     def compute(self, seconds: float) -> None:
         self.now += seconds
 
-    def send(self, seconds: float) -> float:
-        """Put a message on the link; returns when it has arrived."""
-        self.link_free = max(self.now, self.link_free) + seconds
-        return self.link_free
-
     def wait_until(self, time: float) -> None:
         self.waited += max(0.0, time - self.now)
         self.now = max(self.now, time)
+
+
+class Link:
+    """Carries one message after the other."""
+
+    def __init__(self, clock: Clock, *, seconds_per_message: float = 0.0) -> None:
+        self.clock, self.free, self.seconds_per_message = clock, 0.0, seconds_per_message
+
+    def send(self, num_rows: int) -> _Arrival:
+        seconds = self.seconds_per_message + num_rows * SECONDS_PER_ROW
+        self.free = max(self.clock.now, self.free) + seconds
+        return _Arrival(self.clock, self.free)
 
 
 class _Arrival:
@@ -49,19 +59,19 @@ class _Arrival:
 
 
 class MirrorGroup(RankGroup):
-    """Two ranks that hold the same tokens: what the other sends here is what this one sends to itself."""
+    """Ranks that hold the same tokens: what the others send here is what this one sends to itself."""
 
-    def __init__(self, clock: Clock) -> None:
-        self.size, self.rank, self.meter, self._clock = 2, 0, Meter(), clock
+    def __init__(self, link: Link, size: int = 2) -> None:
+        self.size, self.rank, self.meter, self._link = size, 0, Meter(), link
 
     def all_gather_metadata(self, tensor: Tensor) -> Tensor:
-        return torch.stack([tensor, tensor])
+        self._link.send(0).wait()
+        return torch.stack([tensor] * self.size)
 
     def all_to_all(self, rows: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Transfer:
-        time = self._clock.send(send_counts[1] * SECONDS_PER_ROW)
-        num_received = sum(receive_counts)
-        received = torch.cat([rows, rows])[:num_received]
-        return Transfer(_Arrival(self._clock, time), lambda: received)
+        arrival = self._link.send(sum(send_counts) - send_counts[self.rank])
+        received = torch.cat([rows] * self.size)[: sum(receive_counts)]
+        return Transfer(arrival, lambda: received)
 
 
 class _TimedExperts(torch.autograd.Function):
@@ -77,20 +87,22 @@ class _TimedExperts(torch.autograd.Function):
         return gradient, None, None
 
 
-def exposed(num_chunks: int, seconds_per_row: float) -> tuple[float, float]:
-    """Seconds that the stream waits for the link in forward, and in backward."""
-    clock = Clock()
-    dispatcher = TwoStageDispatcher(MirrorGroup(clock))
+def exposed(
+    dispatcher: Dispatcher[Any], clock: Clock, num_chunks: int, *, seconds_per_row: float = 2.0
+) -> tuple[float, float]:
+    """Seconds that the stream waits for links in forward, and in backward. Each token has one expert on each rank, so
+    every row goes to all, and each chunk is as heavy as the next.
+    """
+    num_ranks = dispatcher.group.size
     tokens = torch.randn(NUM_TOKENS, HIDDEN, requires_grad=True)
-    # Each token has one expert on either rank: every row goes to both, and each chunk is as heavy as the next.
-    ids = torch.tensor([[0, 2]]).repeat(NUM_TOKENS, 1)
-    weights = torch.full((NUM_TOKENS, 2), 0.5, requires_grad=True)
+    ids = torch.arange(num_ranks).repeat(NUM_TOKENS, 1)
+    weights = torch.full(ids.shape, 1 / num_ranks, requires_grad=True)
     output = run_in_chunks(
         dispatcher,
         tokens,
-        Routing(ids, weights, 4),
-        ExpertPlacement.contiguous(4, 2),
-        lambda rows, _: _TimedExperts.apply(rows, clock, seconds_per_row),
+        Routing(ids, weights, num_ranks),
+        ExpertPlacement.contiguous(num_ranks, num_ranks),
+        by_rows(lambda rows, _: _TimedExperts.apply(rows, clock, seconds_per_row)),
         num_chunks=num_chunks,
     )
     forward = clock.waited
@@ -98,22 +110,49 @@ def exposed(num_chunks: int, seconds_per_row: float) -> tuple[float, float]:
     return forward, clock.waited - forward
 
 
+BOTH_WAYS = 2 * NUM_TOKENS * SECONDS_PER_ROW
+
+
 def test_without_chunks_everything_is_exposed() -> None:
-    both_ways = 2 * NUM_TOKENS * SECONDS_PER_ROW
-    assert exposed(1, seconds_per_row=2.0) == (both_ways, both_ways)
+    clock = Clock()
+    assert exposed(TwoStageDispatcher(MirrorGroup(Link(clock))), clock, 1) == (BOTH_WAYS, BOTH_WAYS)
 
 
 @pytest.mark.parametrize("num_chunks", [2, 4, 8])
 def test_a_fraction_of_one_nth_is_exposed_when_compute_dominates(num_chunks: int) -> None:
-    both_ways = 2 * NUM_TOKENS * SECONDS_PER_ROW
-    forward, backward = exposed(num_chunks, seconds_per_row=2.0)
-    assert forward == pytest.approx(both_ways / num_chunks)
-    assert backward == pytest.approx(both_ways / num_chunks)
+    clock = Clock()
+    forward, backward = exposed(TwoStageDispatcher(MirrorGroup(Link(clock))), clock, num_chunks)
+    assert forward == pytest.approx(BOTH_WAYS / num_chunks)
+    assert backward == pytest.approx(BOTH_WAYS / num_chunks)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 4])
+def test_counts_and_ids_never_wait_behind_rows(num_chunks: int) -> None:
+    """Each message costs its own time and no more, two for the plan of a chunk; backward needs no plan."""
+    clock, seconds = Clock(), 3.0
+    link = Link(clock, seconds_per_message=seconds)
+    forward, backward = exposed(TwoStageDispatcher(MirrorGroup(link)), clock, num_chunks)
+    rows_first_and_last = BOTH_WAYS / num_chunks + 2 * seconds
+    assert forward == pytest.approx(2 * num_chunks * seconds + rows_first_and_last)
+    assert backward == pytest.approx(rows_first_and_last)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 4, 8])
+def test_both_hops_over_nodes_hide(num_chunks: int) -> None:
+    """A row crosses once to the other node, and from each of its two arrivals once to the neighbour inside."""
+    clock = Clock()
+    across, inside = MirrorGroup(Link(clock)), MirrorGroup(Link(clock))
+    group = MirrorGroup(Link(clock), size=4)
+    dispatcher = HierarchicalDispatcher(group, NodeGroups((0, 0, 1, 1), across, inside))
+    serial = 2 * (NUM_TOKENS + 2 * NUM_TOKENS) * SECONDS_PER_ROW
+    forward, backward = exposed(dispatcher, clock, num_chunks)
+    assert forward == pytest.approx(serial / num_chunks)
+    assert backward == pytest.approx(serial / num_chunks)
 
 
 def test_a_link_slower_than_the_experts_hides_at_most_their_time() -> None:
     """Both directions share one link here, so all that can hide is what the experts compute."""
-    both_ways = 2 * NUM_TOKENS * SECONDS_PER_ROW
+    clock = Clock()
     compute = 2 * NUM_TOKENS * 0.25
-    forward, _ = exposed(4, seconds_per_row=0.25)
-    assert both_ways - compute <= forward < both_ways
+    forward, _ = exposed(TwoStageDispatcher(MirrorGroup(Link(clock))), clock, 4, seconds_per_row=0.25)
+    assert BOTH_WAYS - compute <= forward < BOTH_WAYS

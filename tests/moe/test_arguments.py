@@ -91,5 +91,5 @@ def test_dispatch_section() -> None:
         check_dispatch(DispatchConfig(mode="replicated"), layer="moe")
     assert str(raised.value) == (
         "ds_hybrid.dispatch.mode = \"replicated\": not available for the ds_hybrid.MoE 'moe'. "
-        'Set it to "auto", "alltoall", "allgather" or "two_stage".'
+        'Set it to "auto", "alltoall", "allgather", "two_stage" or "hierarchical".'
     )

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from ds_hybrid.dispatch.choose import make_dispatcher
+from ds_hybrid.dispatch.arrived import by_rows
 from ds_hybrid.dispatch.collectives import RankGroup
 from ds_hybrid.dispatch.dispatcher import Dispatcher
 from ds_hybrid.dispatch.hierarchical import NodeGroups
@@ -20,6 +20,7 @@ from ds_hybrid.dispatch.meter import Meter
 from ds_hybrid.dispatch.modes import MODES, Mode, WireDtype
 from ds_hybrid.dispatch.overlap import run_in_chunks
 from ds_hybrid.dispatch.routing import Routing
+from ds_hybrid.dispatch.switch import make_dispatcher
 from ds_hybrid.errors import DispatchError
 from ds_hybrid.placement import ExpertPlacement
 from tests.dispatch.reference import Case, Inputs, dense_reference, expert, make_inputs, relative_error
@@ -158,6 +159,15 @@ def test_disagreement_raises_the_same_error_on_every_rank(four_ranks: RankPool, 
     assert messages[0].startswith(f"layer under test: expert-parallel ranks 0 and 2 disagree on the {fact}: ")
 
 
+def test_ranks_in_different_modes_raise_the_same_error(four_ranks: RankPool) -> None:
+    """Where both modes begin with the same message, as all but ``alltoall`` do."""
+    message = (
+        "layer under test: expert-parallel ranks 0 and 2 disagree on the mode: two_stage and allgather. "
+        "Every rank must build the same model from the same ds_config."
+    )
+    assert four_ranks.run(message_of_disagreement, "two_stage", "mode", limit=30) == [message] * 4
+
+
 def rank_group(num_ranks: int) -> RankGroup | None:
     """The group of ranks 0..num_ranks-1, or None on the others."""
     process_group = _subgroup(tuple(range(num_ranks)))
@@ -215,6 +225,7 @@ def run_layer(
     def layer(tokens: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         routing = Routing(inputs.topk_ids[rank], weights, num_experts)
 
+        @by_rows
         def run_experts(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
             return local_experts(rows, counts, experts) * distortion
 
@@ -355,8 +366,9 @@ def combine_of_threes(mode: Mode, case: Case) -> tuple[torch.Tensor, torch.Tenso
     weights = inputs.topk_weights[group.rank]
     dispatcher = make(mode, group)
     routing = Routing(inputs.topk_ids[group.rank], weights, case.num_experts)
-    rows, _, state = dispatcher.dispatch(inputs.tokens[group.rank], routing, placement)
-    return dispatcher.combine(torch.full_like(rows, 3.0), state), weights
+    threes = by_rows(lambda rows, counts: torch.full_like(rows, 3.0))
+    tokens = inputs.tokens[group.rank]
+    return run_in_chunks(dispatcher, tokens, routing, placement, threes, num_chunks=1), weights
 
 
 def outputs_under_placements(mode: Mode, case: Case, num_placements: int) -> list[torch.Tensor]:
@@ -381,13 +393,15 @@ def message_of_disagreement(mode: Mode, fact: str) -> str:
             "top-k": replace(case, top_k=3),
         }
         case = changes.get(fact, case)
+        if fact == "mode":
+            mode = "allgather"
         if fact == "placement digest":
             placement = random_placement(case)
     inputs = make_inputs(case)
     dispatcher = make(mode, group)
     routing = Routing(inputs.topk_ids[group.rank], inputs.topk_weights[group.rank], case.num_experts)
     try:
-        dispatcher.dispatch(inputs.tokens[group.rank], routing, placement)
+        dispatcher.plan(inputs.tokens[group.rank], routing, placement)
     except DispatchError as error:
         return str(error)
     return "no error"

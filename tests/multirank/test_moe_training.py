@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hybrid import ConfigError
+from ds_hybrid.engine import groups as engine_groups
 from tests.multirank.explicit import (
     EXPERTS,
     HIDDEN,
@@ -67,6 +68,15 @@ def test_every_dispatcher_trains_alike_with_replicas(four_ranks: RankPool, mode:
     """G2 with two replicas of each expert, and with none."""
     setup = Setup(ep_size=ep_size, k=3, clip=0.05, lengths=(6, 1, 9, 4), options={"dispatch": mode})
     for error, norm_error in four_ranks.run(errors_of_training, setup):
+        assert error <= TOLERANCE
+        assert norm_error <= TOLERANCE
+
+
+@pytest.mark.parametrize("where", ["argument", "ds_config"])
+def test_hierarchical_over_two_nodes_trains_like_one_process(four_ranks: RankPool, where: str) -> None:
+    options, dispatch = ({"dispatch": "hierarchical"}, {}) if where == "argument" else ({}, {"mode": "hierarchical"})
+    setup = Setup(ep_size=4, k=3, clip=0.05, lengths=(6, 1, 9, 4), options=options, dispatch=dispatch)
+    for error, norm_error in four_ranks.run(errors_over_two_nodes, setup):
         assert error <= TOLERANCE
         assert norm_error <= TOLERANCE
 
@@ -147,6 +157,12 @@ def test_stats_count_explicit_layers(two_ranks: RankPool) -> None:
 
 def test_ds_config_chooses_the_dispatcher_where_the_layer_does_not(two_ranks: RankPool) -> None:
     assert two_ranks.run(modes_of_layers) == [("allgather", "alltoall")] * 2
+
+
+def errors_over_two_nodes(setup: Setup) -> tuple[float, float]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_groups, "host_of_this_rank", lambda: f"node {dist.get_rank() // 2}")
+        return errors_of_training(setup)
 
 
 def errors_of_training(setup: Setup) -> tuple[float, float]:

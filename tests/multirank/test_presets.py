@@ -233,8 +233,11 @@ def message_of_one_node() -> str:
 def spoil(engine: Any) -> None:
     """Every expert answers a thousandth too much on its way home."""
     for layer in engine.moe_layers_by_name().values():
-        finish = layer.dispatcher.finish_combine
-        layer.dispatcher.finish_combine = lambda flight, state, finish=finish: finish(flight, state) * 1.001
+
+        def spoiled(partial_sums: Any, plan: Any, combine: Any = layer.dispatcher.combine) -> Any:
+            return (yield from combine(partial_sums, plan)) * 1.001
+
+        layer.dispatcher.combine = spoiled
 
 
 def router_logits_difference(model_type: str) -> tuple[list[Any], float]:

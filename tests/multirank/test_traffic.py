@@ -125,7 +125,7 @@ def count(mode: Mode, case: Case, dtype: torch.dtype, guard: bool, wire_dtype: W
     dispatcher = make(mode, group, guard=guard, wire_dtype=wire_dtype)
     with counted_collectives() as sent:
         run_layer(dispatcher, cast, placement, group.rank)
-    return Counted(sum(sent), group.meter.read())
+    return Counted(sum(sent), group.meter.take())
 
 
 def predict(
@@ -139,7 +139,7 @@ def predict(
         top_k=case.top_k,
         hidden_size=case.hidden_size,
         value_bytes=dtype.itemsize,
-        num_facts=5 if guard else 0,
+        num_facts=6 if guard else 0,
         wire_dtype=wire_dtype,
     )
     return (

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from ds_hybrid.dispatch.meter import Meter
 from ds_hybrid.dispatch.modes import MODES, Mode
 from ds_hybrid.dispatch.shares import TokenShares
 from ds_hybrid.engine import engine as engine_module
+from ds_hybrid.engine import groups as engine_groups
 from ds_hybrid.errors import ConfigError
 from tests.multirank.models import CONFIGS, VOCABULARY, is_known, make_model
 from tests.multirank.training import (
@@ -48,6 +50,12 @@ PARAMETER_TOLERANCE = 1e-3
 PLAN_A = Run(mode="replicated", tp_size=2, ep_size=2, num_steps=5)
 PLAN_B = Run(mode="two_stage", tp_size=2, ep_size=4, num_steps=5)
 
+EIGHT_A = replace(PLAN_A, tp_size=4, ep_size=4, num_kv_heads=4)
+EIGHT_B = PLAN_B
+"""With two replicas of each expert."""
+
+MODELS = ("mixtral", "qwen3_moe", "deepseek_v3")
+
 MLP = [
     {"patterns": [r".*\.(mlp|shared_experts)\.(gate|up)_proj\.weight$"], "partition_type": "column"},
     {"patterns": [r".*\.(mlp|shared_experts)\.down_proj\.weight$"], "partition_type": "row"},
@@ -60,6 +68,13 @@ SUMMED_BY_NAME = [
 @pytest.fixture
 def four_ranks_of_one_replica() -> Iterator[RankPool]:
     pool = RankPool(4)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def eight_ranks() -> Iterator[RankPool]:
+    pool = RankPool(8)
     yield pool
     pool.close()
 
@@ -77,7 +92,7 @@ class Comparison:
 @pytest.mark.parametrize("clip", [0.0, 0.1])
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
 @pytest.mark.parametrize("plan", [PLAN_A, PLAN_B], ids=["a", "b"])
-@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("model_type", MODELS)
 def test_plan_trains_like_the_plain_model(
     four_ranks: RankPool, model_type: str, plan: Run, zero_stage: int, clip: float
 ) -> None:
@@ -85,7 +100,7 @@ def test_plan_trains_like_the_plain_model(
 
 
 @pytest.mark.parametrize("plan", [PLAN_A, PLAN_B], ids=["a", "b"])
-@pytest.mark.parametrize("model_type", sorted(CONFIGS.keys() - {"mixtral", "qwen3_moe", "deepseek_v3"}))
+@pytest.mark.parametrize("model_type", sorted(CONFIGS.keys() - set(MODELS)))
 def test_every_other_preset(four_ranks: RankPool, model_type: str, plan: Run) -> None:
     if not is_known(model_type):
         pytest.skip(f"the installed transformers has no {model_type}")
@@ -101,6 +116,18 @@ def test_clipping_without_zero(four_ranks: RankPool, plan: Run) -> None:
 @pytest.mark.parametrize("mode", [*MODES, "auto"])
 def test_every_dispatcher(four_ranks: RankPool, mode: str, ep_size: int) -> None:
     assert_equal(four_ranks, replace(PLAN_B, mode=mode, ep_size=ep_size, clip=0.1))
+
+
+def test_hierarchical(four_ranks: RankPool) -> None:
+    """Each node holds one tensor-parallel group."""
+    for result in four_ranks.run(compare, replace(PLAN_B, mode="hierarchical", clip=0.1), cut_in_two):
+        assert_close(result)
+
+
+@pytest.mark.parametrize("plan", [PLAN_A, PLAN_B], ids=["a", "b"])
+def test_evaluation_gives_the_logits_of_the_plain_model(four_ranks: RankPool, plan: Run) -> None:
+    for difference in four_ranks.run(logits_difference, replace(plan, model_type="deepseek_v3")):
+        assert difference <= 1e-5
 
 
 @pytest.mark.parametrize("plan", [PLAN_A, PLAN_B], ids=["a", "b"])
@@ -203,20 +230,17 @@ def test_partition_that_is_refused(four_ranks: RankPool, specs: list[Any], messa
         assert problems[0] == message
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "plan"),
-    [(8, replace(PLAN_A, tp_size=4, ep_size=4)), (8, PLAN_B)],
-    ids=["a", "b"],
-)
-def test_plans_on_eight_ranks(num_ranks: int, plan: Run) -> None:
-    """Plan A with tensor-parallel groups of 4; plan B with two replicas of each expert."""
-    pool = RankPool(num_ranks)
-    try:
-        for model_type in ("mixtral", "qwen3_moe", "deepseek_v3"):
-            assert_equal(pool, replace(plan, model_type=model_type, clip=0.1, num_kv_heads=4))
-        assert_equal(pool, replace(plan, zero_stage=3, num_kv_heads=4))
-    finally:
-        pool.close()
+@pytest.mark.parametrize("plan", [EIGHT_A, EIGHT_B], ids=["a", "b"])
+def test_plans_on_eight_ranks(eight_ranks: RankPool, plan: Run) -> None:
+    for model_type in MODELS:
+        assert_equal(eight_ranks, replace(plan, model_type=model_type, clip=0.1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [EIGHT_A, EIGHT_B], ids=["a", "b"])
+def test_every_case_on_eight_ranks(eight_ranks: RankPool, plan: Run) -> None:
+    for model_type, zero_stage, clip in product(MODELS, (1, 2, 3), (0.0, 0.1)):
+        assert_equal(eight_ranks, replace(plan, model_type=model_type, zero_stage=zero_stage, clip=clip))
 
 
 def test_ranks_without_key_value_heads(four_ranks_of_one_replica: RankPool) -> None:
@@ -311,6 +335,20 @@ def unmark_experts(patch: pytest.MonkeyPatch) -> None:
         configure(engine, *args)
 
     patch.setattr(engine_module.MoEEngine, "_configure_optimizer", unmarked)
+
+
+def cut_in_two(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(engine_groups, "host_of_this_rank", lambda: f"node {dist.get_rank() // 2}")
+
+
+def logits_difference(run: Run) -> float:
+    ids = batch(0, dist.get_rank() // run.tp_size)
+    engine = make_engine(run)
+    engine.eval()
+    with torch.no_grad():
+        ours, plain_ones = engine(input_ids=ids).logits, make_model(run.model_type).eval()(input_ids=ids).logits
+    engine.destroy()
+    return float((ours - plain_ones).abs().max())
 
 
 def losses_of_both(run: Run, folder: str) -> tuple[list[float], list[float]]:

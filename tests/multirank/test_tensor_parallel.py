@@ -269,16 +269,16 @@ def test_shipped_plans_on_sixteen_ranks(plan: str) -> None:
     )
     pool = RankPool(16)
     try:
-        for result in pool.run(compare, run, limit=300.0):
+        for result in pool.run(compare, run, limit=480.0):
             assert_close(result)
-        losses = pool.run(losses_of_file, document, limit=300.0)
+        losses = pool.run(losses_of_file, document, limit=480.0)
         assert all(first > second for first, second in losses)
     finally:
         pool.close()
 
 
 def assert_equal(pool: RankPool, run: Run) -> None:
-    for result in pool.run(compare, run):
+    for result in pool.run(compare, run, limit=30.0 * max(4, pool.world_size)):
         assert_close(result)
 
 

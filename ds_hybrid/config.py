@@ -54,6 +54,11 @@ class TopologyConfig(_Section):
     expert_groups: Literal["auto"] | Annotated[tuple[Ranks, ...], Strict(False)] = Field(
         default="auto", description="auto, or the ranks of each expert group, such as [[0,1,4,5],[2,3,6,7]]."
     )
+    timeout_seconds: int | None = Field(
+        default=None,
+        ge=1,
+        description="How long a rank waits for others in a collective before the run ends; null leaves torch's limit.",
+    )
 
 
 class RebalanceConfig(_Section):
@@ -106,8 +111,6 @@ _Values = Mapping[str, tuple[Any, ...]]
 
 NOT_YET: Final[_Values] = MappingProxyType(
     {
-        "ds_hybrid.topology.source": ("auto",),
-        "ds_hybrid.topology.expert_groups": ("auto",),
         "ds_hybrid.rebalance.enabled": (False,),
         "ds_hybrid.attention.kv_gather": ("off",),
         "ds_hybrid.observe.directory": (None,),

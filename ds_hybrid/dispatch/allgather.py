@@ -13,10 +13,9 @@ from torch import Tensor
 
 from ds_hybrid.dispatch.arrived import Arrived
 from ds_hybrid.dispatch.dispatcher import Dispatcher, Plan
-from ds_hybrid.dispatch.exchanges import ReduceScatterExchange
+from ds_hybrid.dispatch.exchanges import ReduceScatterExchange, under_way
 from ds_hybrid.dispatch.gathering import gather_ids
 from ds_hybrid.dispatch.routing import Routing
-from ds_hybrid.dispatch.rows import RowMap
 from ds_hybrid.dispatch.steps import Steps
 from ds_hybrid.dispatch.wire import GatherExchange
 from ds_hybrid.placement import ExpertPlacement
@@ -24,11 +23,9 @@ from ds_hybrid.placement import ExpertPlacement
 
 @dataclass(frozen=True)
 class AllGatherPlan(Plan):
-    """The tokens of the longest rank, and which of all ranks' padded tokens this rank's experts work on."""
+    """The tokens of the longest rank, to which the others are padded."""
 
     longest: int
-    pairs: RowMap
-    num_rows_per_slot: Tensor
 
 
 class AllGatherDispatcher(Dispatcher[AllGatherPlan]):
@@ -40,19 +37,20 @@ class AllGatherDispatcher(Dispatcher[AllGatherPlan]):
         counts = self.gather_counts(self.group, routing.num_tokens, self.facts(tokens, routing, placement))
         all_ids = gather_ids(self.group, routing.topk_ids, counts, routing.num_experts)
         num_rows_needed = self.count(self.locate(routing.topk_ids, placement)[0])
-        return AllGatherPlan(routing, num_rows_needed, max(counts), *self.pairs_here(all_ids.flatten(0, 1), placement))
+        pairs, num_rows_per_slot = self.pairs_here(all_ids.flatten(0, 1), placement)
+        return AllGatherPlan(routing, num_rows_needed, pairs, num_rows_per_slot, max(counts))
 
     def dispatch(self, tokens: Tensor, plan: AllGatherPlan) -> Steps[Arrived]:
         padded_tokens = _pad(self.crossing(tokens, plan), plan.longest)
         tokens_flight = GatherExchange(self.group, self.wire_dtype).depart(padded_tokens)
         weights_flight = GatherExchange(self.group).depart(_pad(plan.routing.topk_weights, plan.longest))
-        yield
+        yield from under_way(tokens_flight, weights_flight)
         (tokens,), (weights,) = tokens_flight.arrive(), weights_flight.arrive()
-        return Arrived(tokens, plan.pairs, plan.num_rows_per_slot, weights)
+        return plan.arrived(tokens, weights)
 
     def combine(self, partial_sums: Tensor, plan: AllGatherPlan) -> Steps[Tensor]:
         flight = ReduceScatterExchange(self.group).depart(self.crossing(partial_sums, plan))
-        yield
+        yield from under_way(flight)
         (total,) = flight.arrive()
         return total[: plan.routing.num_tokens]
 

@@ -9,20 +9,19 @@ from torch import Tensor
 
 from ds_hybrid.dispatch.arrived import Arrived
 from ds_hybrid.dispatch.dispatcher import Dispatcher, Plan
-from ds_hybrid.dispatch.exchanges import RowsExchange
+from ds_hybrid.dispatch.exchanges import RowsExchange, under_way
 from ds_hybrid.dispatch.routing import Routing, count_values
 from ds_hybrid.dispatch.rows import RowMap, expand, group_by_slot, weighted_sum
 from ds_hybrid.dispatch.steps import Steps
-from ds_hybrid.dispatch.wire import WeightedRowsExchange
+from ds_hybrid.dispatch.wire import EncodedRowsExchange
 from ds_hybrid.placement import ExpertPlacement
 
 
 @dataclass(frozen=True)
 class AllToAllPlan(Plan):
-    """How pairs become rows, and the split sizes; ``counts`` [P, E/P] come from each rank for each local slot."""
+    """How pairs become rows, and the split sizes."""
 
     sent: RowMap
-    counts: Tensor
     send_counts: list[int]
     receive_counts: list[int]
 
@@ -33,35 +32,40 @@ class AllToAllDispatcher(Dispatcher[AllToAllPlan]):
     mode = "alltoall"
 
     def plan(self, tokens: Tensor, routing: Routing, placement: ExpertPlacement) -> AllToAllPlan:
-        num_slots = placement.num_slots
-        rank, slot = self.locate(routing.topk_ids, placement)
+        facts, num_ranks, num_slots = self.facts(tokens, routing, placement), self.group.size, placement.num_slots
+        # A rank with a fault takes part in the message that tells of it.
+        ids = routing.topk_ids if facts.fault is None else routing.topk_ids[:0]
+        rank, slot = self.locate(ids, placement)
         place = (rank * num_slots + slot).reshape(-1)
-        sent = RowMap.of(torch.argsort(place, stable=True), routing.num_tokens, routing.top_k)
 
-        counts = count_values(place, self.group.size * num_slots).view(self.group.size, num_slots)
-        facts = counts.new_tensor(self.facts(tokens, routing, placement)).expand(self.group.size, -1)
-        received = self.group.all_to_all_metadata(torch.cat([counts, facts], 1))
-        received_counts = received[:, :num_slots]
+        counts = count_values(place, num_ranks * num_slots).view(num_ranks, num_slots)
+        own_facts = counts.new_tensor(facts.values).expand(num_ranks, -1)
+        received = self.group.all_to_all_metadata(torch.cat([counts, own_facts], 1))
+        received_counts, received_facts = received.split([num_slots, len(facts.values)], 1)
         # The one wait for the device: split sizes, and the facts of every rank.
-        send_counts, receive_counts = torch.stack([counts.sum(1), received_counts.sum(1)]).tolist()
-        self.check(received[:, num_slots:].tolist())
-        return AllToAllPlan(routing, self.count(rank), sent, received_counts, send_counts, receive_counts)
+        split_sizes = torch.stack([counts.sum(1), received_counts.sum(1)], 1)
+        host = torch.cat([split_sizes, received_facts], 1).tolist()
+        self.check([theirs for _, _, *theirs in host], facts)
+        send_counts, receive_counts = [row[0] for row in host], [row[1] for row in host]
+
+        sent = RowMap.of(torch.argsort(place, stable=True), routing.num_tokens, routing.top_k)
+        slots = torch.arange(num_slots, device=place.device).repeat(num_ranks)
+        slot_of_row = slots.repeat_interleave(received_counts.reshape(-1), output_size=sum(receive_counts))
+        pairs, num_rows_per_slot = group_by_slot(slot_of_row[:, None], num_slots, sum(receive_counts))
+        num_rows_needed = self.count(rank)
+        return AllToAllPlan(routing, num_rows_needed, pairs, num_rows_per_slot, sent, send_counts, receive_counts)
 
     def dispatch(self, tokens: Tensor, plan: AllToAllPlan) -> Steps[Arrived]:
         rows = expand(self.crossing(tokens, plan), plan.sent)
-        exchange = WeightedRowsExchange(self.group, plan.send_counts, plan.receive_counts, self.wire_dtype)
-        flight = exchange.depart(rows, plan.routing.topk_weights.new_empty((len(rows), 0)))
-        yield
-        rows, _ = flight.arrive()
-        num_slots = plan.counts.shape[1]
-        slots = torch.arange(num_slots, device=rows.device).repeat(self.group.size)
-        slot_of_row = slots.repeat_interleave(plan.counts.reshape(-1), output_size=len(rows))
-        pairs, num_rows_per_slot = group_by_slot(slot_of_row[:, None], num_slots, len(rows))
-        return Arrived(rows, pairs, num_rows_per_slot, None)
+        exchange = EncodedRowsExchange(self.group, plan.send_counts, plan.receive_counts, self.wire_dtype)
+        flight = exchange.depart(rows)
+        yield from under_way(flight)
+        (rows,) = flight.arrive()
+        return plan.arrived(rows, None)
 
     def combine(self, partial_sums: Tensor, plan: AllToAllPlan) -> Steps[Tensor]:
         rows = self.crossing(partial_sums, plan)
         flight = RowsExchange(self.group, plan.receive_counts, plan.send_counts).depart(rows)
-        yield
+        yield from under_way(flight)
         (rows,) = flight.arrive()
         return weighted_sum(rows, plan.sent, plan.routing.topk_weights)

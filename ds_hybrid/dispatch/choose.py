@@ -15,10 +15,10 @@ HYSTERESIS = 0.1
 def candidates(mode: Mode | Literal["auto"], *, num_ranks: int, spans_nodes: bool) -> tuple[Mode, ...]:
     """The modes that a layer may use: one that is named, or for ``"auto"`` those that its group allows.
 
-    In a group of one nothing travels, so ``"hierarchical"`` needs no nodes there.
+    In a group of one nothing travels: ``"hierarchical"`` needs no nodes there, and ``allgather`` copies no token.
     """
     if num_ranks == 1 and mode in ("auto", "hierarchical"):
-        return ("alltoall",)
+        return ("allgather",)
     if mode != "auto":
         return (mode,)
     return (*MODES, "hierarchical") if spans_nodes else MODES

@@ -90,8 +90,8 @@ class RankGroup:
             received = self._all_to_all(parts.flatten(1), None, None)
             exact = torch.promote_types(rows.dtype, torch.float32)
             return Transfer(None, lambda: received.wait().view_as(parts).sum(0, dtype=exact).to(rows.dtype))
-        reduced = torch.empty_like(parts[0])
-        sent = parts.flatten(0, 1)
+        reduced = parts.new_empty(parts.shape[1:])
+        sent = parts.flatten(0, 1).contiguous()
         work = dist.reduce_scatter_tensor(reduced, sent, group=self.process_group, async_op=True)
         return Transfer(work, lambda: reduced, sent, self.meter.exposed)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +17,8 @@ class Demand:
     Attributes:
         pairs: [P], (token, choice) pairs whose expert lives on each rank.
         rows: [P], tokens that need each rank, each token once.
-        rows_to_node: [N], tokens that need each node, each token once; [0] where the nodes are not known.
+        rows_to_node: [P], tokens that need each node, each token once: node n at n, and zeros behind the last node; [0]
+            where the nodes are not known.
     """
 
     pairs: Tensor
@@ -26,18 +26,17 @@ class Demand:
     rows_to_node: Tensor
 
 
-def demand_of(rank_of_choice: Tensor, *, num_ranks: int, node_of_rank: Sequence[int] = ()) -> Demand:
+def demand_of(rank_of_choice: Tensor, *, num_ranks: int, node_of_rank: Tensor | None = None) -> Demand:
     """Count the choices of this rank's tokens.
 
     Args:
         rank_of_choice: [T, K], the rank that holds each choice.
-        node_of_rank: the node of each rank, 0 to N-1; empty where they are not known.
+        node_of_rank: [P] int64, the node of each rank, of as many nodes as ranks at most.
     """
     rows = ranks_needed(rank_of_choice, num_ranks).sum(0)
     rows_to_node = rows[:0]
-    if node_of_rank:
-        node_of_choice = rank_of_choice.new_tensor(node_of_rank)[rank_of_choice]
-        rows_to_node = ranks_needed(node_of_choice, max(node_of_rank) + 1).sum(0)
+    if node_of_rank is not None:
+        rows_to_node = ranks_needed(node_of_rank[rank_of_choice], num_ranks).sum(0)
     return Demand(count_values(rank_of_choice, num_ranks), rows, rows_to_node)
 
 
@@ -54,6 +53,6 @@ class DemandTotal:
         self._total = counts if self._total is None else self._total + counts
 
     def take(self) -> Tensor | None:
-        """[2 P + N + 2] int64: pairs, rows, rows to nodes, tokens and calls since the last time; None without calls."""
+        """Pairs, rows, rows to nodes, tokens and calls since the last time: [2 P + 2] or [3 P + 2] int64, or None."""
         total, self._total = self._total, None
         return total

@@ -14,12 +14,13 @@ from torch import Tensor
 from ds_hybrid.dispatch.arrived import Arrived
 from ds_hybrid.dispatch.collectives import RankGroup
 from ds_hybrid.dispatch.demand import DemandTotal, demand_of
-from ds_hybrid.dispatch.guard import check_agreement, facts_of_call
+from ds_hybrid.dispatch.guard import CallFacts, check_agreement, facts_of_call
 from ds_hybrid.dispatch.meter import crossing, is_recomputing
 from ds_hybrid.dispatch.modes import Mode, WireDtype
 from ds_hybrid.dispatch.routing import Routing
 from ds_hybrid.dispatch.rows import RowMap, group_by_slot
 from ds_hybrid.dispatch.steps import Steps
+from ds_hybrid.errors import DispatchError
 from ds_hybrid.placement import ExpertPlacement
 
 
@@ -30,10 +31,18 @@ class Plan:
     Attributes:
         routing: of this rank's T tokens.
         num_rows_needed: [] int64 on the device, the tokens that must reach each other rank, each once, added up.
+        pairs: R rows, sorted by local slot, for cells of the [N, M] choices of the tokens that will arrive.
+        num_rows_per_slot: [E/P] int64, sums to R.
     """
 
     routing: Routing
     num_rows_needed: Tensor
+    pairs: RowMap
+    num_rows_per_slot: Tensor
+
+    def arrived(self, tokens: Tensor, weights: Tensor | None) -> Arrived:
+        """The tokens [N, H] that have come, with their weights [N, M]."""
+        return Arrived(tokens, self.pairs, self.num_rows_per_slot, weights)
 
 
 PlanT = TypeVar("PlanT", bound=Plan)
@@ -74,6 +83,7 @@ class Dispatcher(ABC, Generic[PlanT]):
         self.node_of_rank = tuple(node_of_rank)
         self.watch = watch
         self._tables: dict[tuple[ExpertPlacement, torch.device], tuple[Tensor, Tensor]] = {}
+        self._constants: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
 
     @abstractmethod
     def plan(self, tokens: Tensor, routing: Routing, placement: ExpertPlacement) -> PlanT:
@@ -109,6 +119,13 @@ class Dispatcher(ABC, Generic[PlanT]):
         rank_of_expert, slot_of_expert = self._tables[key]
         return rank_of_expert[expert_ids], slot_of_expert[expert_ids]
 
+    def constant(self, values: tuple[int, ...], device: torch.device) -> Tensor:
+        """Integers of the dispatcher as a tensor, which stays on the device."""
+        key = (values, device)
+        if key not in self._constants:
+            self._constants[key] = torch.tensor(values, device=device)
+        return self._constants[key]
+
     def pairs_here(
         self, ids: Tensor, placement: ExpertPlacement, num_pairs: int | None = None
     ) -> tuple[RowMap, Tensor]:
@@ -123,34 +140,44 @@ class Dispatcher(ABC, Generic[PlanT]):
             num_pairs = int((local_slot >= 0).sum())
         return group_by_slot(local_slot, placement.num_slots, num_pairs)
 
-    def facts(self, tokens: Tensor, routing: Routing, placement: ExpertPlacement) -> list[int]:
-        """The integers to send for :meth:`check`; none when the guard is off."""
-        facts = facts_of_call(self.mode, tokens, routing, placement)
-        return facts if self.guard else []
+    def facts(self, tokens: Tensor, routing: Routing, placement: ExpertPlacement) -> CallFacts:
+        """What to send for :meth:`check`; nothing when the guard is off.
 
-    def gather_counts(self, group: RankGroup, num_rows: int, facts: Sequence[int] = ()) -> list[int]:
+        Raises:
+            DispatchError: the guard is off, and tokens, routing and placement do not fit each other on this rank.
+        """
+        facts = facts_of_call(self.mode, tokens, routing, placement)
+        if self.guard:
+            return facts
+        if facts.fault is not None:
+            raise DispatchError(f"{self.layer}: {facts.fault}")
+        return CallFacts(())
+
+    def gather_counts(self, group: RankGroup, num_rows: int, facts: CallFacts | None = None) -> list[int]:
         """The number of rows of each rank of ``group``; what all ranks must agree on rides along.
 
         Raises:
             DispatchError: on every rank, when the facts differ.
         """
-        header = torch.tensor([num_rows, *facts], device=get_accelerator().current_device_name())
+        values = () if facts is None else facts.values
+        header = torch.tensor([num_rows, *values], device=get_accelerator().current_device_name())
         headers = group.all_gather_metadata(header).tolist()
-        if facts:
-            self.check([theirs for _, *theirs in headers])
+        if facts is not None:
+            self.check([theirs for _, *theirs in headers], facts)
         return [num for num, *_ in headers]
 
-    def check(self, facts_of_rank: list[list[int]]) -> None:
+    def check(self, facts_of_rank: list[list[int]], own: CallFacts) -> None:
         """Raise on every rank if the ranks' :meth:`facts` differ."""
         if self.guard:
-            check_agreement(facts_of_rank, layer=self.layer)
+            check_agreement(facts_of_rank, own, layer=self.layer)
 
     def count(self, rank_of_choice: Tensor) -> Tensor:
         """Note what the choices of this rank's tokens [T, K] ask for -> [] int64, the rows that have to cross.
 
         A forward that activation checkpointing repeats has been noted already.
         """
-        demand = demand_of(rank_of_choice, num_ranks=self.group.size, node_of_rank=self.node_of_rank)
+        nodes = self.constant(self.node_of_rank, rank_of_choice.device) if self.node_of_rank else None
+        demand = demand_of(rank_of_choice, num_ranks=self.group.size, node_of_rank=nodes)
         if not is_recomputing():
             self.group.meter.add_tokens(len(rank_of_choice))
             if self.watch is not None:

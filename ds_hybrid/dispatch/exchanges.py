@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ds_hybrid.dispatch.collectives import RankGroup, Transfer
+from ds_hybrid.dispatch.steps import Steps
 
 
 class Exchange(ABC):
@@ -50,10 +51,6 @@ class Exchange(ABC):
         """Start the exchange."""
         return Flight(self, _Depart.apply(self, *values))
 
-    def run(self, *values: Tensor) -> tuple[Tensor, ...]:
-        """Start the exchange and wait for it."""
-        return self.depart(*values).arrive()
-
 
 @dataclass(frozen=True)
 class Flight:
@@ -65,6 +62,16 @@ class Flight:
     def arrive(self) -> tuple[Tensor, ...]:
         """Wait for the exchange and give what was received."""
         return _Arrive.apply(self.exchange, self.ticket)
+
+
+def under_way(*flights: Flight) -> Steps[None]:
+    """One pause. A work that is closed there waits first, so that no message ends in memory that was given away."""
+    try:
+        yield
+    except GeneratorExit:
+        for flight in flights:
+            flight.exchange.land()
+        raise
 
 
 class RowsExchange(Exchange):

@@ -19,7 +19,7 @@ from torch import Tensor
 from ds_hybrid.dispatch.arrived import Arrived
 from ds_hybrid.dispatch.collectives import RankGroup
 from ds_hybrid.dispatch.dispatcher import Dispatcher, Plan
-from ds_hybrid.dispatch.exchanges import Flight, RowsExchange
+from ds_hybrid.dispatch.exchanges import Flight, RowsExchange, under_way
 from ds_hybrid.dispatch.gathering import gather_ids
 from ds_hybrid.dispatch.routing import Routing, ranks_needed
 from ds_hybrid.dispatch.rows import RowMap, expand, weighted_sum
@@ -47,9 +47,9 @@ class Hop:
         return sorted(set(self.next_rank) - {-1})
 
     @cached_property
-    def member_for_rank(self) -> list[int]:
+    def member_for_rank(self) -> tuple[int, ...]:
         """``next_rank`` as members of ``group``, 0 to Q-1; one more entry, for rank -1, is -1."""
-        return [*(self.ranks.index(rank) if rank >= 0 else -1 for rank in self.next_rank), -1]
+        return (*(self.ranks.index(rank) if rank >= 0 else -1 for rank in self.next_rank), -1)
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,9 @@ class Leg:
 
 @dataclass(frozen=True)
 class HopsPlan(Plan):
-    """The legs of one call; ``ids`` [N, K] of the rows that arrive, of which ``num_pairs`` are experts of this rank."""
+    """The legs of one call."""
 
-    placement: ExpertPlacement
     legs: tuple[Leg, ...]
-    ids: Tensor
-    num_pairs: int
 
 
 class HopsDispatcher(Dispatcher[HopsPlan]):
@@ -90,22 +87,21 @@ class HopsDispatcher(Dispatcher[HopsPlan]):
             leg, ids, num_pairs = self._plan_leg(hop, ids, num_rows, placement)
             legs.append(leg)
         num_rows_needed = self.count(self.locate(routing.topk_ids, placement)[0])
-        return HopsPlan(routing, num_rows_needed, placement, tuple(legs), ids, num_pairs)
+        return HopsPlan(routing, num_rows_needed, *self.pairs_here(ids, placement, num_pairs), tuple(legs))
 
     def dispatch(self, tokens: Tensor, plan: HopsPlan) -> Steps[Arrived]:
         rows, weights = self.crossing(tokens, plan), plan.routing.topk_weights
         for leg in plan.legs:
             flight = self._depart(leg, rows, weights)
-            yield
+            yield from under_way(flight)
             rows, weights = flight.arrive()
-        pairs, num_rows_per_slot = self.pairs_here(plan.ids, plan.placement, plan.num_pairs)
-        return Arrived(rows, pairs, num_rows_per_slot, weights)
+        return plan.arrived(rows, weights)
 
     def combine(self, partial_sums: Tensor, plan: HopsPlan) -> Steps[Tensor]:
         rows = self.crossing(partial_sums, plan)
         for leg in reversed(plan.legs):
             flight = RowsExchange(leg.hop.group, leg.receive_counts, leg.send_counts).depart(rows)
-            yield
+            yield from under_way(flight)
             (rows,) = flight.arrive()
             rows = weighted_sum(rows, leg.sent)
         return rows
@@ -123,7 +119,7 @@ class HopsDispatcher(Dispatcher[HopsPlan]):
         group = hop.group
         all_ids = gather_ids(group, ids, num_rows, placement.num_experts)
         rank, _ = self.locate(all_ids, placement)
-        member = rank.new_tensor(hop.member_for_rank)[rank]
+        member = self.constant(hop.member_for_rank, rank.device)[rank]
         needed = ranks_needed(member[group.rank, : len(ids)], group.size)
         arrives = (member == group.rank).any(2)
         # The one wait for the device besides that for the counts.

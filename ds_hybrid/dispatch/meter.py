@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ds_hybrid.dispatch.modes import Mode
 from ds_hybrid.dispatch.stopwatch import Stopwatch
 
 
@@ -19,6 +22,7 @@ class WireBytes:
     Attributes:
         payload: rows of tokens and gradients, and the routing weights that ride with them; recomputation included.
         metadata: routing ids, row counts and agreement headers.
+        by_mode: the two together, by the mode that sent them.
         lower_bound: rows that had to cross, times their bytes: each token once to each other rank that holds one of
             its experts, one row back, and the same again in backward.
         num_tokens: tokens routed.
@@ -32,6 +36,7 @@ class WireBytes:
 
     payload: int
     metadata: int
+    by_mode: Mapping[Mode, int]
     lower_bound: int
     num_tokens: int
     num_arrived: int
@@ -42,25 +47,30 @@ class Meter:
     """Adds up the traffic of one layer on one rank.
 
     Attributes:
+        mode: which dispatcher sends.
         exposed: runs while this rank waits for a message.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mode: Mode = "alltoall") -> None:
+        self.mode: Mode = mode
         self.exposed = Stopwatch()
         self._start_anew()
 
     def _start_anew(self) -> None:
         self._payload = 0
         self._metadata = 0
+        self._by_mode: Counter[Mode] = Counter()
         self._num_tokens = 0
         self._num_arrived = 0
         self._lower_bound: Tensor | None = None
 
     def add_payload(self, num_bytes: int) -> None:
         self._payload += num_bytes
+        self._by_mode[self.mode] += num_bytes
 
     def add_metadata(self, num_bytes: int) -> None:
         self._metadata += num_bytes
+        self._by_mode[self.mode] += num_bytes
 
     def add_tokens(self, num_tokens: int) -> None:
         """Count routed tokens, once where activation checkpointing repeats a forward."""
@@ -80,6 +90,7 @@ class Meter:
         taken = WireBytes(
             self._payload,
             self._metadata,
+            self._by_mode,
             lower_bound,
             self._num_tokens,
             self._num_arrived,

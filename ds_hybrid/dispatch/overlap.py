@@ -8,6 +8,7 @@ from torch import Tensor
 from ds_hybrid.dispatch.arrived import Experts
 from ds_hybrid.dispatch.dispatcher import Dispatcher, Plan
 from ds_hybrid.dispatch.meter import is_recomputing
+from ds_hybrid.dispatch.missing import explained
 from ds_hybrid.dispatch.routing import Routing
 from ds_hybrid.dispatch.steps import Steps, run_staggered
 from ds_hybrid.placement import ExpertPlacement
@@ -33,13 +34,19 @@ def run_in_chunks(
 
     Returns:
         [T, H].
+
+    Raises:
+        DispatchError: the ranks disagree; or some did not come before the backend gave up.
     """
     size, rest = divmod(routing.num_tokens, num_chunks)
     sizes = [size + 1] * rest + [size] * (num_chunks - rest)
     parts = tokens.split(sizes)
-    of_part = zip(routing.topk_ids.split(sizes), routing.topk_weights.split(sizes), strict=True)
-    routings = [Routing(ids, weights, routing.num_experts) for ids, weights in of_part]
-    plans = [dispatcher.plan(part, of_part, placement) for part, of_part in zip(parts, routings, strict=True)]
+    choices = zip(routing.topk_ids.split(sizes), routing.topk_weights.split(sizes), strict=True)
+    routings = [Routing(ids, weights, routing.num_experts) for ids, weights in choices]
+    try:
+        plans = [dispatcher.plan(part, routed, placement) for part, routed in zip(parts, routings, strict=True)]
+    except RuntimeError as error:
+        raise explained(error, dispatcher.group, layer=dispatcher.layer) from error
     works = [_one_chunk(dispatcher, part, plan, experts) for part, plan in zip(parts, plans, strict=True)]
     outputs = run_staggered(works)
     return outputs[0] if num_chunks == 1 else torch.cat(outputs)

@@ -38,7 +38,7 @@ class DemandTable:
 
     Attributes:
         pairs, rows: [P, P], from each rank (first axis) to each; see :class:`ds_hybrid.dispatch.demand.Demand`.
-        rows_to_node: [P, N].
+        rows_to_node: [P, P] or [P, 0].
         num_tokens: [P].
     """
 
@@ -49,7 +49,7 @@ class DemandTable:
 
     @classmethod
     def of(cls, totals: npt.ArrayLike) -> DemandTable:
-        """From every rank's :meth:`ds_hybrid.dispatch.demand.DemandTotal.take`, [P, 2 P + N + 2]."""
+        """From every rank's :meth:`ds_hybrid.dispatch.demand.DemandTotal.take`, [P, ...]."""
         totals = np.asarray(totals, dtype=np.float64)
         num_ranks, num_calls = len(totals), totals[:, -1:]
         mean = totals[:, :-1] / num_calls

@@ -7,29 +7,18 @@ rank ends with the whole gradient, the router's included.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from ds_hybrid.dispatch.arrived import Arrived
 from ds_hybrid.dispatch.dispatcher import Dispatcher, Plan
-from ds_hybrid.dispatch.exchanges import AllReduceExchange, ShareExchange
+from ds_hybrid.dispatch.exchanges import AllReduceExchange, ShareExchange, under_way
 from ds_hybrid.dispatch.routing import Routing
-from ds_hybrid.dispatch.rows import RowMap
 from ds_hybrid.dispatch.steps import Steps
 from ds_hybrid.errors import DispatchError
 from ds_hybrid.placement import ExpertPlacement
 
 
-@dataclass(frozen=True)
-class ReplicatedPlan(Plan):
-    """Which (token, choice) pairs this rank's experts work on."""
-
-    pairs: RowMap
-    num_rows_per_slot: Tensor
-
-
-class ReplicatedDispatcher(Dispatcher[ReplicatedPlan]):
+class ReplicatedDispatcher(Dispatcher[Plan]):
     """Takes the same tokens and routing on every rank; gives the same output on every rank.
 
     The loss after it is one loss that every rank computes, not a sum over ranks.
@@ -37,7 +26,7 @@ class ReplicatedDispatcher(Dispatcher[ReplicatedPlan]):
 
     mode = "replicated"
 
-    def plan(self, tokens: Tensor, routing: Routing, placement: ExpertPlacement) -> ReplicatedPlan:
+    def plan(self, tokens: Tensor, routing: Routing, placement: ExpertPlacement) -> Plan:
         num_tokens = self.gather_counts(self.group, routing.num_tokens, self.facts(tokens, routing, placement))
         if len(set(num_tokens)) > 1:
             raise DispatchError(
@@ -46,16 +35,16 @@ class ReplicatedDispatcher(Dispatcher[ReplicatedPlan]):
             )
         counted_here = routing.topk_ids[self.group.rank :: self.group.size]  # each token once over the ranks
         num_rows_needed = self.count(self.locate(counted_here, placement)[0])
-        return ReplicatedPlan(routing, num_rows_needed, *self.pairs_here(routing.topk_ids, placement))
+        return Plan(routing, num_rows_needed, *self.pairs_here(routing.topk_ids, placement))
 
-    def dispatch(self, tokens: Tensor, plan: ReplicatedPlan) -> Steps[Arrived]:
+    def dispatch(self, tokens: Tensor, plan: Plan) -> Steps[Arrived]:
         flights = [ShareExchange(self.group).depart(values) for values in (tokens, plan.routing.topk_weights)]
-        yield
+        yield from under_way(*flights)
         (tokens,), (weights,) = (flight.arrive() for flight in flights)
-        return Arrived(tokens, plan.pairs, plan.num_rows_per_slot, weights)
+        return plan.arrived(tokens, weights)
 
-    def combine(self, partial_sums: Tensor, plan: ReplicatedPlan) -> Steps[Tensor]:
+    def combine(self, partial_sums: Tensor, plan: Plan) -> Steps[Tensor]:
         flight = AllReduceExchange(self.group).depart(partial_sums)
-        yield
+        yield from under_way(flight)
         (total,) = flight.arrive()
         return total

@@ -11,11 +11,6 @@ Steps = Generator[None, None, Result]
 """A generator that yields right after each departure and goes on with the arrival; its return value is the result."""
 
 
-def finish(steps: Steps[Result]) -> Result:
-    """Run to the end, waiting at every pause."""
-    return run_staggered([steps])[0]
-
-
 def run_staggered(works: Sequence[Steps[Result]]) -> list[Result]:
     """Run the works one step apart: in round r work w takes its step r - w, the latest work first.
 
@@ -23,12 +18,17 @@ def run_staggered(works: Sequence[Steps[Result]]) -> list[Result]:
     """
     results: dict[int, Result] = {}
     num_begun = 0
-    while len(results) < len(works):
-        num_begun = min(num_begun + 1, len(works))
-        for number in reversed(range(num_begun)):
-            if number not in results:
-                try:
-                    next(works[number])
-                except StopIteration as end:
-                    results[number] = end.value
+    try:
+        while len(results) < len(works):
+            num_begun = min(num_begun + 1, len(works))
+            for number in reversed(range(num_begun)):
+                if number not in results:
+                    try:
+                        next(works[number])
+                    except StopIteration as end:
+                        results[number] = end.value
+    finally:
+        # A work that failed, or a recomputation that has all it wanted, leaves the others where they pause.
+        for work in works:
+            work.close()
     return [results[number] for number in range(len(works))]

@@ -92,6 +92,7 @@ class DispatchSwitch:
 
     def use(self, mode: Mode) -> None:
         """Dispatch in that mode from now on. All ranks of the group do so between the same two calls."""
+        self.group.meter.mode = mode
         self.dispatcher = make_dispatcher(
             mode,
             self.group,
@@ -107,9 +108,8 @@ class DispatchSwitch:
         taken = None if self.demand is None else self.demand.take()
         if taken is not None:
             return taken
-        num_nodes = 0 if self.nodes is None else max(self.nodes.node_of_rank) + 1
-        device = get_accelerator().current_device_name()
-        return torch.zeros(2 * self.group.size + num_nodes + 2, dtype=torch.int64, device=device)
+        num_counts = (2 if self.nodes is None else 3) * self.group.size + 2
+        return torch.zeros(num_counts, dtype=torch.int64, device=get_accelerator().current_device_name())
 
     @property
     def ways(self) -> dict[Way, RankGroup]:

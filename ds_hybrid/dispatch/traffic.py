@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ds_hybrid.dispatch.modes import FP8_BLOCK, Mode, WireDtype
+from ds_hybrid.dispatch.modes import FP8_BLOCK, NUM_FACTS, Mode, WireDtype
 from ds_hybrid.dispatch.nodes import hops_over_nodes
 
 IntArray = npt.NDArray[np.int64]
@@ -32,7 +32,7 @@ class WireShape:
     value_bytes: int
     weight_bytes: int = 4
     wire_dtype: WireDtype = "auto"
-    num_facts: int = 6
+    num_facts: int = NUM_FACTS
 
     @property
     def row_bytes(self) -> int:

@@ -15,14 +15,36 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ds_hybrid.dispatch.collectives import RankGroup, Transfer
-from ds_hybrid.dispatch.exchanges import Exchange
+from ds_hybrid.dispatch.exchanges import Exchange, RowsExchange
 from ds_hybrid.dispatch.modes import FP8_BLOCK, WireDtype
 
 _FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
+class EncodedRowsExchange(RowsExchange):
+    """An all-to-all of rows that are encoded on their way out, in forward.
+
+    Args:
+        wire_dtype: how values travel in forward; ``"auto"`` as they are.
+    """
+
+    def __init__(
+        self, group: RankGroup, send_counts: Sequence[int], receive_counts: Sequence[int], wire_dtype: WireDtype
+    ) -> None:
+        super().__init__(group, send_counts, receive_counts)
+        self._wire_dtype = wire_dtype
+
+    def send(self, *values: Tensor) -> Transfer:
+        (rows,) = values
+        self._hidden_size, self._dtype = rows.shape[1], rows.dtype
+        return super().send(encode(rows, self._wire_dtype))
+
+    def receive(self, arrived: Tensor) -> tuple[Tensor, ...]:
+        return (decode(arrived, self._hidden_size, self._dtype, self._wire_dtype),)
+
+
 class WeightedRowsExchange(Exchange):
-    """An all-to-all of rows [sum(send_counts), H] with their weights [sum(send_counts), K], K may be 0, in one message.
+    """An all-to-all of rows [sum(send_counts), H] with their weights [sum(send_counts), K] in one message.
 
     Args:
         wire_dtype: how values travel in forward; ``"auto"`` as they are.
@@ -107,7 +129,7 @@ def decode(wire: Tensor, hidden_size: int, dtype: torch.dtype, wire_dtype: WireD
 
 
 def _join(values: Tensor, weights: Tensor) -> Tensor:
-    return torch.cat([values, weights.contiguous().view(torch.uint8)], 1) if weights.shape[1] else values
+    return torch.cat([values, weights.contiguous().view(torch.uint8)], 1)
 
 
 def _read(wire: Tensor, dtype: torch.dtype) -> Tensor:

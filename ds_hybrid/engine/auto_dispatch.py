@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import deepspeed.comm as dist
@@ -12,7 +12,7 @@ from deepspeed.utils.logging import print_dist
 
 from ds_hybrid.dispatch.choose import decide
 from ds_hybrid.dispatch.collectives import RankGroup
-from ds_hybrid.dispatch.links import measure_link
+from ds_hybrid.dispatch.measure import measure_link
 from ds_hybrid.dispatch.meter import Meter
 from ds_hybrid.dispatch.modes import Mode
 from ds_hybrid.dispatch.predict import DemandTable, GroupSpeed, predicted_seconds
@@ -54,6 +54,19 @@ class AutoDispatch:
             seconds = {mode: next(agreed) for mode in of_layer}
             if any(seconds.values()):  # a layer that was not called keeps its dispatcher
                 _switch_to_quickest(switch, seconds)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, so that a resumed run dispatches as the one that was not interrupted."""
+        modes = {switch.layer: switch.dispatcher.mode for switch in self._switches}
+        return {"num_steps": self._num_steps, "modes": modes}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state`. A mode that a layer may no longer use is left out."""
+        self._num_steps = state["num_steps"]
+        for switch in self._switches:
+            mode = state["modes"].get(switch.layer)
+            if mode in switch.candidates:
+                switch.use(mode)
 
     def _tables(self) -> list[tuple[DispatchSwitch, DemandTable | None]]:
         """What the ranks of each layer's group asked for; one exchange for all layers of a group."""

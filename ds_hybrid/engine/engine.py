@@ -28,10 +28,12 @@ from deepspeed.utils import groups, log_dist
 from torch import nn
 
 from ds_hybrid.config import HybridConfig, check, find_warnings, name_of, read_document
+from ds_hybrid.document import count_at
 from ds_hybrid.engine.agreement import compare_ranks, raise_alike
 from ds_hybrid.engine.auto_dispatch import AutoDispatch
 from ds_hybrid.engine.clipping import clip_gradients
-from ds_hybrid.engine.groups import NodeCutter
+from ds_hybrid.engine.expert_layout import expert_layouts
+from ds_hybrid.engine.groups import NodeCutter, limit_waiting, use_expert_groups
 from ds_hybrid.engine.moe_stats import take_stats
 from ds_hybrid.engine.parameter_groups import split_groups, split_optimizer
 from ds_hybrid.engine.router_logits import record_router_logits, router_recorders_hidden
@@ -42,6 +44,11 @@ from ds_hybrid.moe.autoep import HybridAutoEPLayer
 from ds_hybrid.moe.correction_bias import update_correction_biases
 from ds_hybrid.moe.layer import MoE
 from ds_hybrid.observe.stats import MoEStats
+from ds_hybrid.topology.cluster import Cluster
+from ds_hybrid.topology.probe import probe_cluster
+
+_CHECKPOINT_KEY = "ds_hybrid"
+"""What a checkpoint's client state holds for us."""
 
 
 class MoEEngine(DeepSpeedEngine):
@@ -49,14 +56,16 @@ class MoEEngine(DeepSpeedEngine):
 
     Args:
         hybrid_config: the checked ``ds_hybrid`` section.
+        cluster: the hosts and links that the ranks run on.
         kwargs: what ``DeepSpeedEngine`` takes.
     """
 
     has_moe_layers: bool
 
-    def __init__(self, *, hybrid_config: HybridConfig, **kwargs: Any) -> None:
+    def __init__(self, *, hybrid_config: HybridConfig, cluster: Cluster, **kwargs: Any) -> None:
         self.hybrid_config = hybrid_config
-        self._cut_by_nodes = NodeCutter()
+        self.cluster = cluster
+        self._cut_by_nodes = NodeCutter(cluster)
         super().__init__(**kwargs)
         self._auto_dispatch = AutoDispatch([layer.switch for layer in self.moe_layers_by_name().values()])
 
@@ -127,6 +136,26 @@ class MoEEngine(DeepSpeedEngine):
         update_correction_biases(gates, apply=self._step_applied)
         self._auto_dispatch.after_step()
 
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """As DeepSpeed's; the dispatchers of mode ``auto`` are saved too."""
+        state = {**(client_state or {}), _CHECKPOINT_KEY: {"dispatch": self._auto_dispatch.state()}}
+        return super().save_checkpoint(save_dir, tag, state, save_latest, exclude_frozen_parameters)
+
+    def load_checkpoint(self, load_dir: str, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any] | None]:
+        """As DeepSpeed's; a checkpoint that DeepSpeed has saved is loaded as well."""
+        path, client_state = super().load_checkpoint(load_dir, *args, **kwargs)
+        ours = client_state.pop(_CHECKPOINT_KEY, None) if client_state else None
+        if ours is not None:
+            self._auto_dispatch.restore(ours["dispatch"])
+        return path, client_state
+
     def clip_fp32_gradients(self) -> None:
         """Clip by the norm of the whole model, experts of all ranks and shards of AutoTP included."""
         if self.has_moe_layers and self.mpu in (None, groups):  # AutoTP makes the module of the groups the mpu
@@ -192,6 +221,16 @@ def initialize(
         )
         for warning in [*find_warnings(document, name="ds_config"), *untested_versions()]:
             log_dist(f"ds_hybrid: {warning}", ranks=[0], level=logging.WARNING)
+        timeout = hybrid_config.topology.timeout_seconds
+        if timeout is not None:
+            limit_waiting(timeout)
+        cluster = probe_cluster(hybrid_config.topology.source).cluster
+        for layout in expert_layouts(
+            model, document, hybrid_config, cluster, data_parallel=_is_data_parallel(document, mpu, mesh_param)
+        ):
+            use_expert_groups(layout)
+            for warning in layout.warnings:
+                log_dist(f"ds_hybrid: {warning}", ranks=[0], level=logging.WARNING)
         mesh_device = _mesh_device(mesh_param, document)
         merge_tp_model_init_into_config(document, mpu, mesh_param, dist)
         if document.get("tensor_parallel", {}).get("autotp_size", 0) > 0:
@@ -200,6 +239,7 @@ def initialize(
         deepspeed.set_optimizer_flags(ds_config, model)
         engine = MoEEngine(
             hybrid_config=hybrid_config,
+            cluster=cluster,
             args=args,
             model=model,
             optimizer=optimizer,
@@ -214,6 +254,8 @@ def initialize(
             config_class=ds_config,
         )
         compare_ranks(_facts_of_layers(engine))
+        if timeout is not None:
+            limit_waiting(timeout)
     finally:
         deepspeed.zero.partition_parameters.restore_init_context()
     engine._configure_python_gc()
@@ -250,6 +292,12 @@ def _config_source(args: Any, config: str | Path | Mapping[str, Any] | None) -> 
     return source
 
 
+def _is_data_parallel(document: Mapping[str, Any], mpu: Any, mesh_param: Any) -> bool:
+    """Whether every rank has batches and dense weights of its own."""
+    sizes = (count_at(document, path) or 1 for path in ("tensor_parallel.autotp_size", "sequence_parallel_size"))
+    return mpu is None and not mesh_param and set(sizes) == {1}
+
+
 def _mesh_device(mesh_param: Any, document: Mapping[str, Any]) -> Any:
     sizes = mesh_param
     if not sizes and {"data_parallel_size", "sequence_parallel_size"} <= document.keys():
@@ -260,7 +308,7 @@ def _mesh_device(mesh_param: Any, document: Mapping[str, Any]) -> Any:
 def _facts_of_layers(engine: MoEEngine) -> dict[str, str]:
     """What must be the same on every rank, in words."""
     return {
-        name: f"{layer.dispatcher.mode} (guard {layer.dispatcher.guard}), {layer.num_experts} experts, "
-        f"top-{layer.top_k}, hidden size {layer.hidden_size}"
+        name: f"{layer.dispatcher.mode} (guard {layer.dispatcher.guard}, {layer.dispatcher.wire_dtype} on the wire), "
+        f"{layer.num_experts} experts, top-{layer.top_k}, hidden size {layer.hidden_size}"
         for name, layer in engine.moe_layers_by_name().items()
     }

@@ -1,30 +1,80 @@
-"""Process groups beyond those that DeepSpeed makes. The ranks of all groups make them together, in one order."""
+"""Rank lists become process groups. The ranks of all groups make them together, in one order."""
 
 from __future__ import annotations
 
-import os
-import socket
-from pathlib import Path
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from deepspeed.utils import groups as deepspeed_groups
+from torch.distributed import distributed_c10d
 
 from ds_hybrid.dispatch.hierarchical import NodeProcessGroups
 from ds_hybrid.dispatch.nodes import places_in_nodes
+from ds_hybrid.engine.agreement import raise_alike
 from ds_hybrid.errors import ConfigError, HybridError
+from ds_hybrid.topology.cluster import Cluster
+from ds_hybrid.topology.layout import Layout
+
+
+def use_expert_groups(layout: Layout) -> None:
+    """Make the EP and EDP groups of a layout those that DeepSpeed uses for their size. Collective over all ranks.
+
+    DeepSpeed would make groups of consecutive ranks; where it finds groups of a size, it takes those.
+
+    Raises:
+        ConfigError: on every rank, when this process has other groups of that size already.
+    """
+    name = f"ep_size_{len(layout.ep_groups[0])}"
+    present = deepspeed_groups._EXPERT_PARALLEL_GROUP_RANKS.get(name)
+    other = present is not None and tuple(present) not in layout.ep_groups
+    raise_alike([_message_of_other_groups(list(present), layout)] if other else [])
+    if present is not None:
+        return
+    for lists, group_of, ranks_of in (
+        (
+            layout.ep_groups,
+            deepspeed_groups._EXPERT_PARALLEL_GROUP,
+            deepspeed_groups._EXPERT_PARALLEL_GROUP_RANKS,
+        ),
+        (
+            layout.edp_groups,
+            deepspeed_groups._EXPERT_DATA_PARALLEL_GROUP,
+            deepspeed_groups._EXPERT_DATA_PARALLEL_GROUP_RANKS,
+        ),
+    ):
+        for ranks in lists:
+            group = dist.new_group(list(ranks))
+            if dist.get_rank() in ranks:
+                group_of[name], ranks_of[name] = group, list(ranks)
+
+
+def _message_of_other_groups(present: list[int], layout: Layout) -> str:
+    return (
+        f"ds_hybrid.topology.expert_groups = {[list(ranks) for ranks in layout.ep_groups]}: this process has the "
+        f"expert-parallel group {present} from an engine before. Start a new process for other groups."
+    )
+
+
+def limit_waiting(seconds: int) -> None:
+    """Let every collective of this process's groups give up after this time. Groups made later keep torch's limit."""
+    for group in list(distributed_c10d._world.pg_map):
+        if group.rank() >= 0:
+            distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 class NodeCutter:
     """:func:`make_node_groups` for the layers of a model, once for each expert-parallel group."""
 
-    def __init__(self) -> None:
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
         self._made: dict[Any, NodeProcessGroups | HybridError] = {}
 
     def __call__(self, expert_parallel_group: Any) -> NodeProcessGroups:
         """The group cut by nodes; raises again what was raised for it before. Collective the first time."""
         if expert_parallel_group not in self._made:
             try:
-                self._made[expert_parallel_group] = make_node_groups(expert_parallel_group)
+                self._made[expert_parallel_group] = make_node_groups(expert_parallel_group, self._cluster)
             except HybridError as error:
                 self._made[expert_parallel_group] = error
         made = self._made[expert_parallel_group]
@@ -33,44 +83,41 @@ class NodeCutter:
         return made
 
 
-def make_node_groups(expert_parallel_group: Any) -> NodeProcessGroups:
-    """Cut every expert-parallel group by nodes. Collective over all ranks.
+def make_node_groups(expert_parallel_group: Any, cluster: Cluster) -> NodeProcessGroups:
+    """Cut every expert-parallel group by the hosts of the cluster. Collective over all ranks.
 
     Raises:
         ConfigError: on every rank, when a group lies on one node.
         DispatchError: on every rank, when the nodes hold different numbers of a group's ranks.
     """
-    here = (host_of_this_rank(), dist.get_process_group_ranks(expert_parallel_group))
-    reports: list[tuple[str, list[int]]] = [here] * dist.get_world_size()
-    dist.all_gather_object(reports, here)
-    host_of_rank = [host for host, _ in reports]
-    found = None
-    for ranks in sorted({tuple(ranks) for _, ranks in reports}):
-        cut = _cut(ranks, host_of_rank)
-        if dist.get_rank() in ranks:
-            found = cut
+    here = tuple(dist.get_process_group_ranks(expert_parallel_group))
+    of_rank: list[tuple[int, ...]] = [()] * dist.get_world_size()
+    dist.all_gather_object(of_rank, here)
+    nodes_of = {ranks: _nodes(ranks, cluster.host_of_rank) for ranks in sorted(set(of_rank))}
+    made = {ranks: _cut(ranks, nodes) for ranks, nodes in nodes_of.items()}
+    found = made[here]
     assert found is not None
     return found
 
 
-def host_of_this_rank() -> str:
-    """A name that differs between hosts, also between containers of one name."""
-    namespace = Path("/proc/self/ns/uts")
-    return f"{socket.gethostname()} {os.stat(namespace).st_ino if namespace.exists() else 0}"
-
-
-def _cut(ranks: tuple[int, ...], host_of_rank: list[str]) -> NodeProcessGroups | None:
-    """Make the groups of one expert-parallel group; what comes back is of use to its members."""
+def _nodes(ranks: tuple[int, ...], host_of_rank: tuple[int, ...]) -> tuple[int, ...]:
+    """The node, 0 to N-1, of each rank of an expert-parallel group."""
     hosts = list(dict.fromkeys(host_of_rank[rank] for rank in ranks))
-    if len(hosts) == 1:
+    nodes = tuple(hosts.index(host_of_rank[rank]) for rank in ranks)
+    if len(hosts) in (1, len(ranks)):
+        where = "on one node" if len(hosts) == 1 else "with one rank on each node"
         raise ConfigError(
-            f'ds_hybrid.dispatch.mode = "hierarchical": the expert-parallel group {list(ranks)} lies on one node. '
+            f'ds_hybrid.dispatch.mode = "hierarchical": the expert-parallel group {list(ranks)} lies {where}. '
             'Set it to "two_stage" or "auto".'
         )
-    nodes = tuple(hosts.index(host_of_rank[rank]) for rank in ranks)
-    places = places_in_nodes(nodes)
+    places_in_nodes(nodes)
+    return nodes
+
+
+def _cut(ranks: tuple[int, ...], nodes: tuple[int, ...]) -> NodeProcessGroups | None:
+    """Make the groups of one expert-parallel group; what comes back is of use to its members."""
     groups: dict[str, Any] = {}
-    for kind, keys in (("across", places), ("inside", nodes)):
+    for kind, keys in (("across", places_in_nodes(nodes)), ("inside", nodes)):
         for key in sorted(set(keys)):
             members = [rank for rank, own in zip(ranks, keys, strict=True) if own == key]
             group = dist.new_group(members)

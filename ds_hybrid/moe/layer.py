@@ -24,6 +24,7 @@ from ds_hybrid.errors import ConfigError, DispatchError
 from ds_hybrid.moe.arguments import NOISE_OF_POLICY, check_arguments, check_dispatch, check_world_size
 from ds_hybrid.moe.capacity import Capacity, DropPolicy
 from ds_hybrid.moe.local_experts import ExpertSource, LocalExperts, build_expert
+from ds_hybrid.moe.relocate import relocate
 from ds_hybrid.moe.routed_experts import MoEResult, RoutedExperts
 from ds_hybrid.moe.router import Router, RouterOptions, ScoreFunction
 from ds_hybrid.placement import ExpertPlacement
@@ -136,7 +137,7 @@ class MoE(DeepSpeedMoE):
         self.enable_expert_tensor_parallelism = False
         self.layer_name = "MoE layer"
         self.meter = Meter()
-        self._mode: Mode | Literal["auto"] = dispatch
+        self._asked_mode: Mode | Literal["auto"] = dispatch
         self._dispatch_config = DispatchConfig()
         self._cut_by_nodes: CutByNodes | None = None
         self.register_buffer("expert_load", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
@@ -205,15 +206,13 @@ class MoE(DeepSpeedMoE):
         self.layer_name = name
         self._dispatch_config = dispatch
         self._cut_by_nodes = cut_by_nodes
-        if self._mode == "auto":
-            self._mode = dispatch.mode
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
         """Called by DeepSpeed's engine: mark the experts, adapters added since included, and bind their group.
 
         Raises:
-            ConfigError: ep_size does not divide the number of ranks, tensor parallelism is on, or this rank holds
-                other experts than it built.
+            ConfigError: ep_size does not divide the number of ranks, tensor parallelism is on, or no rank has built
+                the experts of some place.
         """
         check_world_size(dist.get_world_size(), num_experts=self.num_experts, ep_size=self.ep_size)
         if groups.mpu is not None and bwc_tensor_model_parallel_world_size(groups.mpu) > 1:
@@ -225,12 +224,9 @@ class MoE(DeepSpeedMoE):
                 self.ep_size, use_data_before_expert_parallel_=use_data_before_expert_parallel_
             )
         group = RankGroup(groups._get_expert_parallel_group(self.expert_group_name), self.meter)
-        if group.rank != self._built_for_rank:
-            raise ConfigError(
-                f"ds_hybrid.MoE(ep_size={self.ep_size}): built for rank {self._built_for_rank} of its expert-parallel "
-                f"group, but this is rank {group.rank}. Call deepspeed.init_distributed() before building the model, "
-                "and leave use_data_before_expert_parallelism off."
-            )
+        if group.size > 1:
+            relocate(self.deepspeed_moe.experts, built_for=self._built_for_rank, place=group.rank)
+            self._built_for_rank = group.rank
         self._bind(group)
 
     def _bind(self, group: RankGroup) -> None:
@@ -244,7 +240,7 @@ class MoE(DeepSpeedMoE):
             wire_dtype=self._dispatch_config.wire_dtype,
         )
         switch = DispatchSwitch(
-            self._mode,
+            self._dispatch_config.mode if self._asked_mode == "auto" else self._asked_mode,
             group,
             shape,
             layer=self.layer_name,

@@ -107,7 +107,7 @@ class _WeightedExperts(torch.autograd.Function):
         groups = RowGroups(cell_of_row, rows_by_cell, first_of_token, ends, num_copies)
         rows = _take(tokens, groups)
         gate, up = _product(rows, w1, groups), _product(rows, w3, groups)
-        hidden = _weigh(activation(gate, up), _weight_of_row(weights, groups))
+        hidden = _weigh_(activation(gate, up), _weight_of_row(weights, groups))
         output = _product(hidden, w2, groups)
         ctx.save_for_backward(tokens, weights, w1, w2, w3, gate, up, cell_of_row, rows_by_cell, first_of_token, ends)
         ctx.num_copies, ctx.activation = num_copies, activation
@@ -132,13 +132,13 @@ class _WeightedExperts(torch.autograd.Function):
             grad_weights = weights.new_zeros(weights.numel() + 1)
             grad_weights[groups.cell_of_row] = grad_of_row  # filling lands in the last place
             grad_weights = grad_weights[:-1].view_as(weights)
-        grad_gate, grad_up = torch.autograd.grad(hidden, (gate, up), _weigh(grad_weighted, weight_of_row))
+        grad_gate, grad_up = torch.autograd.grad(hidden, (gate, up), _weigh_(grad_weighted, weight_of_row))
         hidden = hidden.detach()
         if wants_tokens:
             grad_rows = _product_of_gradient(grad_gate, w1, groups).add_(_product_of_gradient(grad_up, w3, groups))
             grad_tokens = sum_rows(grad_rows, groups.rows_by_cell, groups.first_of_token, groups.num_copies)
         rows = _take(tokens, groups)
-        of_parameter = ((grad_gate, rows), (grad_outputs, _weigh(hidden, weight_of_row)), (grad_up, rows))
+        of_parameter = ((grad_gate, rows), (grad_outputs, _weigh_(hidden, weight_of_row)), (grad_up, rows))
         grad_parameters = [
             _gradient_of_parameter(*pair, groups).to(parameter.dtype) if wanted else None
             for pair, parameter, wanted in zip(of_parameter, (w1, w2, w3), wants_parameters, strict=True)
@@ -163,7 +163,7 @@ def _weight_of_row(weights: Tensor | None, groups: RowGroups) -> Tensor | None:
     return torch.cat([weights.reshape(-1), weights.new_zeros(1)])[groups.cell_of_row]
 
 
-def _weigh(values: Tensor, weight_of_row: Tensor | None) -> Tensor:
+def _weigh_(values: Tensor, weight_of_row: Tensor | None) -> Tensor:
     """Multiply in place, in the dtype of the weights, and round once."""
     return values if weight_of_row is None else values.mul_(weight_of_row[:, None])
 

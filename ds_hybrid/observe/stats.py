@@ -15,12 +15,13 @@ class LayerStats:
 
     Attributes:
         name: the layer's name in the model.
-        mode: its dispatcher.
+        mode: its dispatcher at present.
         payload: bytes of rows and riding weights that left a rank, forward and backward.
         metadata: bytes of routing ids, counts and headers.
         lower_bound: bytes that had to cross, see :class:`ds_hybrid.dispatch.meter.WireBytes`.
         num_tokens: tokens routed.
         expert_load: for each logical expert, the (token, choice) pairs that chose it in training.
+        wire_bytes_by_mode: payload and metadata together, by the dispatcher that sent them.
         arrived: for each place in the expert-parallel group, the tokens that reached its experts, its own among them;
             in mode ``alltoall`` once for each choice.
         exposed_seconds: how long ranks stood still for messages, slower ranks' delay included.
@@ -34,6 +35,7 @@ class LayerStats:
     lower_bound: int
     num_tokens: int
     expert_load: tuple[int, ...]
+    wire_bytes_by_mode: Mapping[Mode, int] = field(default_factory=dict)
     arrived: tuple[int, ...] = ()
     exposed_seconds: float = 0.0
     predicted_seconds: Mapping[Mode, float] = field(default_factory=dict)
@@ -66,12 +68,9 @@ class MoEStats:
         return sum((layer.payload + layer.metadata) / layer.num_tokens for layer in self.layers if layer.num_tokens)
 
     @property
-    def wire_bytes_by_mode(self) -> dict[str, int]:
-        """Bytes sent, metadata included, of all layers that a dispatcher serves at present."""
-        by_mode: Counter[str] = Counter()
-        for layer in self.layers:
-            by_mode[layer.mode] += layer.payload + layer.metadata
-        return dict(by_mode)
+    def wire_bytes_by_mode(self) -> dict[Mode, int]:
+        """Bytes sent by each dispatcher, metadata included."""
+        return dict(sum((Counter(layer.wire_bytes_by_mode) for layer in self.layers), Counter()))
 
     @property
     def exposed_seconds(self) -> float:

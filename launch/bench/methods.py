@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from ds_hybrid.config import DispatchConfig
 from ds_hybrid.dispatch.meter import Meter
 from ds_hybrid.dispatch.modes import MODES
+from ds_hybrid.engine.groups import NodeCutter
 from ds_hybrid.moe.autoep import HybridAutoEPLayer
+from ds_hybrid.topology.cluster import Cluster, RankReport
 
 BASELINE = "autoep"
 DEEPSPEED_MOE = "deepspeed_moe"
@@ -54,7 +56,7 @@ class Setup:
 
 SETUPS: dict[str, Setup] = {
     **{mode: Setup(mode) for mode in MODES},
-    "hierarchical": Setup("hierarchical"),
+    "hierarchical": Setup("hierarchical"),  # over two halves of the ranks, as if each were a node
     "replicated": Setup("replicated", missing="needs the same tokens on all ranks, as tensor parallelism gives them"),
     "two_stage_fp8": Setup("two_stage", {"wire_dtype": "fp8_e4m3"}, tolerance=6e-2),
     "two_stage_4_chunks": Setup("two_stage", {"overlap_chunks": 4}),
@@ -111,11 +113,18 @@ def build(name: str, case: Case, baseline: Method) -> Method:
     if name in ("autoep_loop", "autoep_fused"):
         return _method_of(name, layer)
     dispatch = DispatchConfig.model_validate({"mode": setup_of(name).mode, **setup_of(name).options})
-    hybrid = HybridAutoEPLayer.adopt(layer, name=name, dispatch=dispatch)
+    hybrid = HybridAutoEPLayer.adopt(layer, name=name, dispatch=dispatch, cut_by_nodes=NodeCutter(_two_nodes()))
     hybrid.set_deepspeed_parallelism()
     if name == BROKEN:
         hybrid.register_forward_hook(lambda module, inputs, output: output * 1.001)
     return _method_of(name, hybrid, hybrid.meter)
+
+
+def _two_nodes() -> Cluster:
+    """The ranks as if the first half of them were on one node and the rest on another, for ``hierarchical``."""
+    half = dist.get_world_size() / 2
+    nodes = [str(int(rank >= half)) for rank in range(dist.get_world_size())]
+    return Cluster.from_reports([RankReport(host_key=node, host_name=f"node-{node}") for node in nodes])
 
 
 def _method_of(name: str, layer: nn.Module, meter: Meter | None = None) -> Method:

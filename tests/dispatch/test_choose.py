@@ -45,8 +45,8 @@ def test_decision_by_time(current: Mode, seconds: dict[Mode, float], expected: M
     ("mode", "num_ranks", "spans_nodes", "expected"),
     [
         ("two_stage", 4, True, ("two_stage",)),
-        ("auto", 1, False, ("alltoall",)),
-        ("hierarchical", 1, False, ("alltoall",)),
+        ("auto", 1, False, ("allgather",)),
+        ("hierarchical", 1, False, ("allgather",)),
         ("hierarchical", 4, True, ("hierarchical",)),
         ("auto", 4, False, ("alltoall", "allgather", "two_stage")),
         ("auto", 4, True, ("alltoall", "allgather", "two_stage", "hierarchical")),

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_hybrid.dispatch.arrived import by_rows
+from ds_hybrid.dispatch.alltoall import AllToAllDispatcher
+from ds_hybrid.dispatch.arrived import Arrived, by_rows
 from ds_hybrid.dispatch.collectives import RankGroup, Transfer
 from ds_hybrid.dispatch.dispatcher import Dispatcher
 from ds_hybrid.dispatch.hierarchical import HierarchicalDispatcher, NodeGroups
@@ -63,15 +64,26 @@ class MirrorGroup(RankGroup):
 
     def __init__(self, link: Link, size: int = 2) -> None:
         self.size, self.rank, self.meter, self._link = size, 0, Meter(), link
+        self.num_sent = self.num_waited = 0
 
     def all_gather_metadata(self, tensor: Tensor) -> Tensor:
         self._link.send(0).wait()
         return torch.stack([tensor] * self.size)
 
+    def all_to_all_metadata(self, tensor: Tensor) -> Tensor:
+        self._link.send(0).wait()
+        return tensor[:1].expand(self.size, -1)
+
     def all_to_all(self, rows: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Transfer:
         arrival = self._link.send(sum(send_counts) - send_counts[self.rank])
         received = torch.cat([rows] * self.size)[: sum(receive_counts)]
-        return Transfer(arrival, lambda: received)
+        self.num_sent += 1
+
+        def arrive() -> Tensor:
+            self.num_waited += 1
+            return received
+
+        return Transfer(arrival, arrive)
 
 
 class _TimedExperts(torch.autograd.Function):
@@ -111,6 +123,7 @@ def exposed(
 
 
 BOTH_WAYS = 2 * NUM_TOKENS * SECONDS_PER_ROW
+DISPATCHERS: list[type[Dispatcher[Any]]] = [TwoStageDispatcher, AllToAllDispatcher]
 
 
 def test_without_chunks_everything_is_exposed() -> None:
@@ -119,9 +132,12 @@ def test_without_chunks_everything_is_exposed() -> None:
 
 
 @pytest.mark.parametrize("num_chunks", [2, 4, 8])
-def test_a_fraction_of_one_nth_is_exposed_when_compute_dominates(num_chunks: int) -> None:
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+def test_a_fraction_of_one_nth_is_exposed_when_compute_dominates(
+    dispatcher: type[Dispatcher[Any]], num_chunks: int
+) -> None:
     clock = Clock()
-    forward, backward = exposed(TwoStageDispatcher(MirrorGroup(Link(clock))), clock, num_chunks)
+    forward, backward = exposed(dispatcher(MirrorGroup(Link(clock))), clock, num_chunks)
     assert forward == pytest.approx(BOTH_WAYS / num_chunks)
     assert backward == pytest.approx(BOTH_WAYS / num_chunks)
 
@@ -148,6 +164,33 @@ def test_both_hops_over_nodes_hide(num_chunks: int) -> None:
     forward, backward = exposed(dispatcher, clock, num_chunks)
     assert forward == pytest.approx(serial / num_chunks)
     assert backward == pytest.approx(serial / num_chunks)
+
+
+class _EnoughError(Exception):
+    """As torch raises where a recomputation has all it wanted."""
+
+
+def test_a_forward_that_is_cut_short_waits_for_what_it_sent() -> None:
+    """So that no message ends in memory that has been given away."""
+    clock = Clock()
+    group = MirrorGroup(Link(clock))
+    num_calls = 0
+
+    def enough(arrived: Arrived) -> Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 2:
+            raise _EnoughError
+        return arrived.add(arrived.rows())
+
+    tokens, ids = torch.randn(NUM_TOKENS, HIDDEN), torch.arange(2).repeat(NUM_TOKENS, 1)
+    routing = Routing(ids, torch.full(ids.shape, 0.5), 2)
+    with pytest.raises(_EnoughError):
+        run_in_chunks(
+            TwoStageDispatcher(group), tokens, routing, ExpertPlacement.contiguous(2, 2), enough, num_chunks=4
+        )
+    assert group.num_sent == 4  # three chunks had left, one was on its way home
+    assert group.num_waited == group.num_sent
 
 
 def test_a_link_slower_than_the_experts_hides_at_most_their_time() -> None:

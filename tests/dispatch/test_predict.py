@@ -30,7 +30,8 @@ def table_of(*calls: Sequence[npt.NDArray[np.int64]], node_of_rank: Sequence[int
     for rank in range(len(calls[0])):
         total = DemandTotal()
         for ranks in calls:
-            demand = demand_of(torch.from_numpy(ranks[rank]), num_ranks=len(ranks), node_of_rank=node_of_rank)
+            nodes = torch.tensor(node_of_rank)
+            demand = demand_of(torch.from_numpy(ranks[rank]), num_ranks=len(ranks), node_of_rank=nodes)
             total.add(demand, num_tokens=len(ranks[rank]))
         totals.append(total.take())
         assert total.take() is None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ds_hybrid.dispatch.steps import Steps, finish, run_staggered
+import pytest
+
+from ds_hybrid.dispatch.steps import Steps, run_staggered
 
 
 def work(name: str, num_pauses: int, log: list[str]) -> Steps[str]:
@@ -15,7 +17,7 @@ def work(name: str, num_pauses: int, log: list[str]) -> Steps[str]:
 
 def test_a_work_runs_to_its_end() -> None:
     log: list[str] = []
-    assert finish(work("a", 2, log)) == "a"
+    assert run_staggered([work("a", 2, log)]) == ["a"]
     assert log == ["a0", "a1", "a ends"]
 
 
@@ -30,3 +32,22 @@ def test_works_of_unequal_length_and_none() -> None:
     log: list[str] = []
     assert run_staggered([work("a", 0, log), work("b", 3, log)]) == ["a", "b"]
     assert run_staggered([]) == []
+
+
+def test_a_work_that_fails_closes_the_others_where_they_pause() -> None:
+    closed: list[str] = []
+
+    def paused(name: str) -> Steps[None]:
+        try:
+            while True:
+                yield
+        finally:
+            closed.append(name)
+
+    def failing() -> Steps[None]:
+        yield
+        raise RuntimeError("as a recomputation that has all it wanted")
+
+    with pytest.raises(RuntimeError, match="all it wanted"):
+        run_staggered([paused("a"), failing(), paused("b")])
+    assert closed == ["a", "b"]

@@ -35,7 +35,7 @@ def test_round_trip_is_exact(dtype: torch.dtype, num_rows: int) -> None:
     rows = torch.randn(num_rows, 6).to(dtype).requires_grad_()
     weights = torch.rand(num_rows, 3).to(torch.promote_types(dtype, torch.float32)).requires_grad_()
     counts = [num_rows - 1, 1] if num_rows else [0, 0]
-    got_rows, got_weights = WeightedRowsExchange(group, counts, counts).run(rows, weights)
+    got_rows, got_weights = WeightedRowsExchange(group, counts, counts).depart(rows, weights).arrive()
     assert torch.equal(got_rows, rows)
     assert torch.equal(got_weights, weights)
     assert group.sent[0].dtype == torch.uint8
@@ -53,7 +53,7 @@ def test_weights_whose_bits_look_like_nan_do_not_alarm_autograd() -> None:
     weights = bits.view(torch.float32).requires_grad_()
     assert weights.detach().view(torch.bfloat16).isnan().any()
     with torch.autograd.set_detect_anomaly(True):
-        got_rows, got_weights = WeightedRowsExchange(Loopback(), [1, 0], [1, 0]).run(rows, weights)
+        got_rows, got_weights = WeightedRowsExchange(Loopback(), [1, 0], [1, 0]).depart(rows, weights).arrive()
         torch.autograd.backward([got_rows, got_weights], [torch.ones_like(got_rows), weights.detach().clone()])
     assert weights.grad is not None
     assert torch.equal(weights.grad, weights)
@@ -98,7 +98,7 @@ def test_an_exchange_lets_go_of_what_it_brought() -> None:
     """Neither the sent bytes nor the received ones stay alive until backward."""
     group = Loopback()
     exchange = WeightedRowsExchange(group, [2, 0], [2, 0])
-    rows, weights = exchange.run(torch.randn(2, 4, requires_grad=True), torch.rand(2, 1))
+    rows, weights = exchange.depart(torch.randn(2, 4, requires_grad=True), torch.rand(2, 1)).arrive()
     held = [weakref.ref(group.sent.pop()), weakref.ref(group.received.pop())]
     total = rows.sum()
     del rows, weights

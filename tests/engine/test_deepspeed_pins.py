@@ -38,6 +38,8 @@ SOURCES = {
         DeepSpeedZeroOptimizer._configure_moe_settings,
         "1266af584e83dfa1",
     ),
+    "DeepSpeedEngine.save_checkpoint": (DeepSpeedEngine.save_checkpoint, "c92409217281487c"),
+    "DeepSpeedEngine.load_checkpoint": (DeepSpeedEngine.load_checkpoint, "5728d3dfa42a3d6c"),
     # ds_hybrid.MoE sets the attributes of the first itself, replaces the second, and is saved by the third's names.
     "MoE.__init__": (MoE.__init__, "04fd3d2bebe0874f"),
     "MoE._create_process_groups": (MoE._create_process_groups, "44dda63d114c41ba"),
@@ -105,6 +107,12 @@ NAMES = [
     "deepspeed.utils.bwc:bwc_tensor_model_parallel_world_size",
     # engine/router_logits.py
     "transformers.utils.output_capturing:_active_collector",
+    # dispatch/missing.py, engine/groups.py
+    "torch.distributed.distributed_c10d:_get_default_store",
+    "torch.distributed.distributed_c10d:_set_pg_timeout",
+    "torch.distributed.distributed_c10d:_world.pg_map",
+    "deepspeed.utils.groups:_EXPERT_PARALLEL_GROUP_RANKS",
+    "deepspeed.utils.groups:_EXPERT_DATA_PARALLEL_GROUP_RANKS",
     # dispatch/meter.py
     "torch:_C._current_graph_task_id",
 ]

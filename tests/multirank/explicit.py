@@ -29,6 +29,7 @@ class Setup:
     ep_size: int = 2
     k: int = 2
     zero_stage: int = 1
+    zero_options: dict[str, Any] = field(default_factory=dict)
     clip: float = 0.0
     accumulation: int = 1
     num_steps: int = 3
@@ -48,11 +49,11 @@ class Setup:
             "train_micro_batch_size_per_gpu": 4,
             "gradient_accumulation_steps": self.accumulation,
             "gradient_clipping": self.clip,
-            "zero_optimization": {"stage": self.zero_stage},
+            "zero_optimization": {"stage": self.zero_stage, **self.zero_options},
             "zero_allow_untested_optimizer": True,
             "bf16": {"enabled": self.bf16},
             "steps_per_print": 1000000,
-            "ds_hybrid": {"dispatch": self.dispatch},
+            "ds_hybrid": {"dispatch": {"mode": "two_stage", **self.dispatch}},
         }
         if optimizer:
             config["optimizer"] = {"type": "SGD", "params": {"lr": self.learning_rate}}
@@ -140,8 +141,8 @@ def make_engine(setup: Setup, toy: Toy, **arguments: Any) -> Any:
     return engine
 
 
-def train(engine: Any, setup: Setup) -> Outcome:
-    """On the calling ranks; ends the engine."""
+def train(engine: Any, setup: Setup, *, place: int | None = None) -> Outcome:
+    """On the calling ranks; ends the engine. ``place`` is the rank's in its expert-parallel group of other ranks."""
     norms = []
     for step in range(setup.num_steps):
         for micro in range(setup.accumulation):
@@ -149,16 +150,16 @@ def train(engine: Any, setup: Setup) -> Outcome:
             engine.backward(loss_of(setup, engine(tokens.bfloat16() if setup.bf16 else tokens)))
             engine.step()
         norms.append(float(engine.get_global_grad_norm() or 0.0))
-    outcome = Outcome(logical_parameters(engine.module), norms)
+    outcome = Outcome(logical_parameters(engine.module, place=place), norms)
     engine.destroy()
     return outcome
 
 
-def logical_parameters(toy: nn.Module) -> dict[str, Tensor]:
+def logical_parameters(toy: nn.Module, *, place: int | None = None) -> dict[str, Tensor]:
     """This rank's parameters by the names they have in the whole model."""
     moe = toy.moe
     assert isinstance(moe, ds_hybrid.MoE)
-    first = dist.get_rank() % moe.ep_size * moe.num_local_experts
+    first = (dist.get_rank() % moe.ep_size if place is None else place) * moe.num_local_experts
 
     def whole_name(match: re.Match[str]) -> str:
         return f"deepspeed_experts.{int(match[1]) + first}."

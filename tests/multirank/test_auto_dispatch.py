@@ -10,11 +10,11 @@ import pytest
 import torch.distributed as dist
 
 from ds_hybrid.dispatch.collectives import RankGroup
-from ds_hybrid.dispatch.links import measure_link
+from ds_hybrid.dispatch.measure import measure_link
 from ds_hybrid.dispatch.meter import Meter
 from ds_hybrid.dispatch.predict import GroupSpeed
 from ds_hybrid.engine import auto_dispatch
-from ds_hybrid.engine import groups as engine_groups
+from ds_hybrid.topology import probe
 from tests.multirank.test_presets import LOSS_TOLERANCE, PARAMETER_TOLERANCE
 from tests.multirank.training import (
     Run,
@@ -84,8 +84,9 @@ def test_slow_links_between_nodes_lead_to_hierarchical(four_ranks: RankPool) -> 
 
 
 def test_two_expert_parallel_groups_take_the_same_mode(four_ranks: RankPool) -> None:
+    """The ranks of one group alone found the latency."""
     results = four_ranks.run(watch, replace(RUN, ep_size=2), {2: WAITING}, 3)
-    assert [result.modes for result in results] == [results[0].modes] * 4
+    assert [result.modes for result in results] == [[["alltoall", "alltoall"]] * 5] * 4
     assert all(result.loss_error <= LOSS_TOLERANCE for result in results)
 
 
@@ -138,7 +139,7 @@ def watch(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(auto_dispatch, "measure_link", speed_of)
         patch.setattr(auto_dispatch, "print_dist", lambda line, ranks: lines.append(line))
-        patch.setattr(engine_groups, "host_of_this_rank", lambda: f"node {node_of_rank[dist.get_rank()]}")
+        patch.setattr(probe, "key_of_this_host", lambda: f"node {node_of_rank[dist.get_rank()]}")
         trained = train_hybrid(run, note_modes)
     reference = train_plain(run, dist.get_world_size())
     error, _ = worst_parameter(trained, reference, initial_parameters(run))

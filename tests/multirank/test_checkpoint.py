@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import deepspeed
 import pytest
 import torch.distributed as dist
 
+from ds_hybrid.dispatch.predict import GroupSpeed
+from ds_hybrid.engine import auto_dispatch
 from tests.multirank.training import Run, batch, make_engine
 from tests.ranks import RankPool
 
@@ -18,15 +22,50 @@ def test_resume_equals_not_stopping(four_ranks: RankPool, tmp_path: Path, zero_s
         assert resumed == straight
 
 
+def test_dispatchers_of_auto_are_resumed(four_ranks: RankPool, tmp_path: Path) -> None:
+    """They changed after the first step; the new engine begins with them, and its next choice is as far away."""
+    for straight, resumed in four_ranks.run(losses_of_auto, str(tmp_path)):
+        assert resumed == straight
+
+
+def test_a_checkpoint_of_deepspeed_is_loaded_and_client_state_is_the_users(
+    four_ranks: RankPool, tmp_path: Path
+) -> None:
+    assert four_ranks.run(client_states, str(tmp_path)) == [({"epoch": 3}, {"epoch": 4})] * 4
+
+
+def losses_of_auto(folder: str) -> tuple[list[float], list[float]]:
+    waiting = GroupSpeed(latency=1.0, bandwidth=1e12)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(auto_dispatch, "measure_link", lambda group: waiting)
+        return losses_of_both(Run(mode="auto", ep_size=4), folder)
+
+
+def client_states(folder: str) -> tuple[Any, Any]:
+    """After loading a checkpoint of ours, and one that DeepSpeed's own method has written."""
+    engine = make_engine(Run(num_steps=1))
+    engine.save_checkpoint(folder, "ours", {"epoch": 3})
+    deepspeed.DeepSpeedEngine.save_checkpoint(engine, folder, "theirs", {"epoch": 4})
+    loaded = tuple(
+        {key: value for key, value in engine.load_checkpoint(folder, tag)[1].items() if key in ("epoch", "ds_hybrid")}
+        for tag in ("ours", "theirs")
+    )
+    engine.destroy()
+    return loaded  # type: ignore[return-value]
+
+
 def losses_of_both(run: Run, folder: str) -> tuple[list[float], list[float]]:
     """Losses of steps 2 and 3: straight on after a save at step 2, and in a new engine that loaded it."""
     straight = make_engine(run)
     _train(straight, range(2))
     straight.save_checkpoint(folder)
+    state = straight._auto_dispatch.state()
     expected = _train(straight, range(2, 4))
     straight.destroy()
     resumed = make_engine(run)
     resumed.load_checkpoint(folder)
+    assert resumed._auto_dispatch.state() == state
+    assert run.mode != "auto" or set(state["modes"].values()) == {"alltoall"}
     losses = _train(resumed, range(2, 4))
     resumed.destroy()
     return expected, losses

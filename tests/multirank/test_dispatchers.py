@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import time
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any, Literal
 
 import numpy as np
@@ -166,6 +168,29 @@ def test_ranks_in_different_modes_raise_the_same_error(four_ranks: RankPool) -> 
         "Every rank must build the same model from the same ds_config."
     )
     assert four_ranks.run(message_of_disagreement, "two_stage", "mode", limit=30) == [message] * 4
+
+
+@pytest.mark.parametrize("mode", [*SPANNING, "replicated"])
+def test_a_fault_of_one_rank_stops_all(four_ranks: RankPool, mode: Mode) -> None:
+    messages = four_ranks.run(message_of_fault, mode, limit=30)
+    theirs = "layer under test: expert-parallel rank 2 was given what it cannot dispatch. Its own message tells what."
+    assert messages == [
+        theirs,
+        theirs,
+        "layer under test: 7 tokens but 6 rows of routing: must be equal.",
+        theirs,
+    ]
+
+
+@pytest.mark.parametrize("mode", ["two_stage", "alltoall"])
+def test_a_rank_that_does_not_come_is_named(four_ranks: RankPool, mode: Mode) -> None:
+    """U4: within the group's time limit; the rank is alive and busy with something else."""
+    *messages, absent = four_ranks.run(message_of_absence, mode, limit=60)
+    assert absent == "did something else"
+    for message in messages:
+        assert message.startswith(
+            "layer under test: ranks 3 of the expert-parallel group [0, 1, 2, 3] did not come to its exchange. "
+        )
 
 
 def rank_group(num_ranks: int) -> RankGroup | None:
@@ -378,6 +403,34 @@ def outputs_under_placements(mode: Mode, case: Case, num_placements: int) -> lis
     dispatcher = make(mode, group)
     placements = [random_placement(replace(case, seed=seed)) for seed in range(num_placements)]
     return [run_layer(dispatcher, inputs, placement, group.rank)["output"] for placement in placements]
+
+
+def message_of_absence(mode: Mode) -> str:
+    """Rank 3 makes no call."""
+    process_group = dist.new_group(timeout=timedelta(seconds=2))
+    if dist.get_rank() == 3:
+        time.sleep(10)
+        return "did something else"
+    case = CASES["four ranks"]
+    dispatcher = make(mode, RankGroup(process_group, Meter()))
+    with pytest.raises(DispatchError) as error:
+        run_layer(dispatcher, make_inputs(case), random_placement(case), dist.get_rank())
+    return str(error.value)
+
+
+def message_of_fault(mode: Mode) -> str:
+    """Rank 2 has a row of routing too few."""
+    group = rank_group(4)
+    assert group is not None
+    case = CASES["four ranks"]
+    inputs = make_inputs(case)
+    num_routed = 6 if group.rank == 2 else 7
+    ids, weights = inputs.topk_ids[group.rank][:num_routed], inputs.topk_weights[group.rank][:num_routed]
+    with pytest.raises(DispatchError) as error:
+        make(mode, group).plan(
+            inputs.tokens[group.rank], Routing(ids, weights, case.num_experts), random_placement(case)
+        )
+    return str(error.value)
 
 
 def message_of_disagreement(mode: Mode, fact: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime import engine as deepspeed_engine
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.utils.data import TensorDataset
 
 import ds_hybrid
@@ -39,6 +41,12 @@ def test_a_dense_model_is_clipped_by_deepspeeds_own_code(two_ranks: RankPool) ->
 def test_every_moe_layer_is_ours_and_the_context_is_restored(two_ranks: RankPool) -> None:
     for layers in two_ranks.run(layers_of_engine):
         assert layers == {"model.layers.0.mlp": ("two_stage", 2, 4), "model.layers.1.mlp": ("two_stage", 2, 4)}
+
+
+def test_every_collective_gives_up_after_the_time_of_the_ds_config(two_ranks: RankPool) -> None:
+    for seconds in two_ranks.run(limits_of_groups, 77):
+        assert len(seconds) >= 3  # the world, the expert-parallel group, its replicas
+        assert set(seconds) == {77}
 
 
 def test_a_model_without_experts_trains_like_deepspeeds(two_ranks: RankPool) -> None:
@@ -116,6 +124,22 @@ def layers_of_engine() -> dict[str, tuple[str, int, int]]:
     }
     engine.destroy()
     return found
+
+
+def limits_of_groups(seconds: int) -> list[float]:
+    before = {group: _limit(group) for group in distributed_c10d._world.pg_map if group.rank() >= 0}
+    config = Run().ds_config()
+    config["ds_hybrid"]["topology"] = {"timeout_seconds": seconds}
+    model = make_model("mixtral")
+    ds_hybrid.initialize(model=model, model_parameters=model.parameters(), config=config)
+    limits = [_limit(group) for group in distributed_c10d._world.pg_map if group.rank() >= 0]
+    for group, limit in before.items():
+        distributed_c10d._set_pg_timeout(timedelta(seconds=limit), group)
+    return limits
+
+
+def _limit(group: Any) -> float:
+    return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
 
 
 def losses_of_linear() -> tuple[float, float]:

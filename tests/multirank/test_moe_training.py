@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hybrid import ConfigError
-from ds_hybrid.engine import groups as engine_groups
+from ds_hybrid.topology import probe
 from tests.multirank.explicit import (
     EXPERTS,
     HIDDEN,
@@ -161,7 +161,7 @@ def test_ds_config_chooses_the_dispatcher_where_the_layer_does_not(two_ranks: Ra
 
 def errors_over_two_nodes(setup: Setup) -> tuple[float, float]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_groups, "host_of_this_rank", lambda: f"node {dist.get_rank() // 2}")
+        patch.setattr(probe, "key_of_this_host", lambda: f"node {dist.get_rank() // 2}")
         return errors_of_training(setup)
 
 

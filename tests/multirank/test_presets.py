@@ -16,9 +16,9 @@ import transformers
 from packaging.version import Version
 
 from ds_hybrid.dispatch.modes import MODES, Mode
-from ds_hybrid.engine import groups as engine_groups
 from ds_hybrid.errors import ConfigError
 from ds_hybrid.placement import ExpertPlacement
+from ds_hybrid.topology import probe
 from tests.multirank.models import CONFIGS, VOCABULARY, is_known, make_model
 from tests.multirank.training import (
     Run,
@@ -220,7 +220,7 @@ def compare(run: Run, spoilt: bool = False) -> Comparison:
 
 def compare_over_nodes(run: Run, node_of_rank: tuple[int, ...]) -> Comparison:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_groups, "host_of_this_rank", lambda: f"node {node_of_rank[dist.get_rank()]}")
+        patch.setattr(probe, "key_of_this_host", lambda: f"node {node_of_rank[dist.get_rank()]}")
         return compare(run)
 
 

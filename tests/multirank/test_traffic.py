@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ds_hybrid.dispatch.meter import WireBytes
-from ds_hybrid.dispatch.modes import Mode, WireDtype
+from ds_hybrid.dispatch.modes import NUM_FACTS, Mode, WireDtype
 from ds_hybrid.dispatch.traffic import Traffic, WireShape, backward_traffic, forward_traffic
 from tests.dispatch.reference import Case, make_inputs
 from tests.multirank.test_dispatchers import (
@@ -139,7 +139,7 @@ def predict(
         top_k=case.top_k,
         hidden_size=case.hidden_size,
         value_bytes=dtype.itemsize,
-        num_facts=6 if guard else 0,
+        num_facts=NUM_FACTS if guard else 0,
         wire_dtype=wire_dtype,
     )
     return (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ class Run:
     mode: str = "two_stage"
     ep_size: int = 2
     zero_stage: int = 1
+    zero_options: dict[str, Any] = field(default_factory=dict, hash=False)
     bf16: bool = False
     clip: float = 0.0
     num_steps: int = 10
@@ -39,6 +40,7 @@ class Run:
     checkpointing: bool | None = None  # None: off; else use_reentrant
     overlap_chunks: int = 1
     wire_dtype: str = "auto"
+    expert_groups: Any = "auto"
     uneven: bool = False  # sequence lengths differ between ranks and steps
     tp_size: int = 1  # ranks that share one copy of the attention, and the batch
     num_kv_heads: int | None = None  # None: the tiny model's own
@@ -67,7 +69,7 @@ class Run:
             "gradient_accumulation_steps": self.accumulation,
             "gradient_clipping": self.clip,
             "optimizer": {"type": "SGD", "params": {"lr": self.learning_rate}},
-            "zero_optimization": {"stage": self.zero_stage},
+            "zero_optimization": {"stage": self.zero_stage, **self.zero_options},
             "zero_allow_untested_optimizer": True,
             "bf16": {"enabled": self.bf16},
             "expert_parallel": {"enabled": True, "autoep_size": self.ep_size},
@@ -79,7 +81,8 @@ class Run:
                     "mode": self.mode,
                     "overlap_chunks": self.overlap_chunks,
                     "wire_dtype": self.wire_dtype,
-                }
+                },
+                "topology": {"expert_groups": self.expert_groups},
             },
             "steps_per_print": 1000000,
         }

@@ -1,0 +1,170 @@
+"""Expert groups that the links put together, or that the ds_config names, train like the plain model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.utils import groups as deepspeed_groups
+from torch import nn
+
+import ds_hybrid
+from ds_hybrid.errors import ConfigError, HybridError
+from ds_hybrid.topology import probe
+from tests.multirank import explicit
+from tests.multirank.test_presets import LOSS_TOLERANCE, NORM_TOLERANCE, PARAMETER_TOLERANCE, Comparison
+from tests.multirank.training import (
+    Run,
+    initial_parameters,
+    largest_difference,
+    train_hybrid,
+    train_plain,
+    worst_parameter,
+)
+from tests.ranks import RankPool
+
+Groups = list[list[int]]
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("groups", [[[0, 2], [1, 3]], [[0, 3], [1, 2]]], ids=str)
+def test_named_groups_train_like_the_plain_model(four_ranks: RankPool, groups: Groups, zero_stage: int) -> None:
+    run = Run(zero_stage=zero_stage, clip=0.5, num_steps=5)
+    for found, result in four_ranks.run(compare, run, groups, [0, 0, 0, 0]):
+        assert found == groups
+        assert result.loss_error <= LOSS_TOLERANCE, result
+        assert result.parameter_error <= PARAMETER_TOLERANCE, result
+        assert result.norm_error <= NORM_TOLERANCE, result
+
+
+@pytest.mark.parametrize(
+    ("host_of_rank", "expected"),
+    [
+        ([0, 0, 0, 0], [[0, 1], [2, 3]]),
+        ([0, 1, 0, 1], [[0, 2], [1, 3]]),
+        ([0, 1, 1, 0], [[0, 3], [1, 2]]),
+    ],
+)
+def test_groups_stay_on_their_hosts(four_ranks: RankPool, host_of_rank: list[int], expected: Groups) -> None:
+    for found, result in four_ranks.run(compare, Run(num_steps=3), "auto", host_of_rank):
+        assert found == expected
+        assert result.loss_error <= LOSS_TOLERANCE, result
+        assert result.parameter_error <= PARAMETER_TOLERANCE, result
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+@pytest.mark.parametrize("groups", [[[0, 2], [1, 3]], [[0, 3], [1, 2]]], ids=str)
+def test_explicit_experts_travel_to_the_ranks_that_hold_them(
+    four_ranks: RankPool, groups: Groups, zero_stage: int
+) -> None:
+    """They are built for consecutive groups. Their values are the caller's by then, not those of the seed."""
+    setup = explicit.Setup(zero_stage=zero_stage, clip=0.05, lengths=(6, 1, 9, 4))
+    for error, norm_error in four_ranks.run(errors_of_explicit, setup, groups):
+        assert error <= 1e-5
+        assert norm_error <= 1e-5
+
+
+def test_a_process_keeps_its_groups(four_ranks: RankPool) -> None:
+    message = (
+        "ds_hybrid.topology.expert_groups = [[0, 2], [1, 3]]: this process has the expert-parallel group "
+        "{} from an engine before. Start a new process for other groups."
+    )
+    theirs = [[0, 1], [0, 1], [2, 3], [2, 3]]
+    lines = [f"rank {rank}: {message.format(group)}" for rank, group in enumerate(theirs)]
+    assert four_ranks.run(message_of_other_groups) == ["\n".join(lines)] * 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"expert_parallel": {"enabled": False}},
+            "ds_hybrid.topology.expert_groups: needs experts in groups of one size above 1, the model has none. Set it "
+            'to "auto".',
+        ),
+    ],
+)
+def test_groups_without_experts_are_refused(four_ranks: RankPool, changes: dict[str, Any], message: str) -> None:
+    assert four_ranks.run(message_of, changes) == [message] * 4
+
+
+def compare(run: Run, groups: Groups | str, host_of_rank: list[int]) -> tuple[Groups, Comparison]:
+    found: list[Groups] = []
+
+    def note(engine: Any) -> None:
+        lists: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(lists, deepspeed_groups._EXPERT_PARALLEL_GROUP_RANKS["ep_size_2"])
+        found.append([list(ranks) for ranks in sorted({tuple(ranks) for ranks in lists})])
+
+    with other_groups(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(probe, "key_of_this_host", lambda: f"host {host_of_rank[dist.get_rank()]}")
+        trained = train_hybrid(replace(run, expert_groups=groups), note)
+    reference = train_plain(run, dist.get_world_size())
+    error, name = worst_parameter(trained, reference, initial_parameters(run))
+    losses = largest_difference(trained.losses, reference.losses)
+    norms = largest_difference(trained.norms, reference.norms) if run.clip else 0.0
+    return found[0], Comparison(losses, error, name, norms)
+
+
+@contextmanager
+def other_groups() -> Iterator[None]:
+    """As in a process that has made no expert groups; those of before are put back."""
+    tables = (
+        deepspeed_groups._EXPERT_PARALLEL_GROUP,
+        deepspeed_groups._EXPERT_PARALLEL_GROUP_RANKS,
+        deepspeed_groups._EXPERT_DATA_PARALLEL_GROUP,
+        deepspeed_groups._EXPERT_DATA_PARALLEL_GROUP_RANKS,
+    )
+    before = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, entries in zip(tables, before, strict=True):
+            table.clear()
+            table.update(entries)
+
+
+def errors_of_explicit(setup: explicit.Setup, groups: Groups) -> tuple[float, float]:
+    def shift(toy: nn.Module) -> None:
+        """As after loading values: each expert differs from what its seed gives."""
+        with torch.no_grad():
+            for parameter in toy.moe.deepspeed_moe.experts.parameters():  # type: ignore[union-attr]
+                parameter.mul_(0.5).add_(0.01)
+
+    reference = explicit.train_reference(setup, dist.get_world_size(), prepare=shift)
+    toy = explicit.Toy(setup)
+    shift(toy)
+    with other_groups():
+        config = setup.ds_config()
+        config["ds_hybrid"]["topology"] = {"expert_groups": groups}
+        engine, *_ = ds_hybrid.initialize(model=toy, model_parameters=toy.parameters(), config=config)
+        place = dist.get_rank(toy.moe.dispatcher.group.process_group)
+        trained = explicit.train(engine, setup, place=place)
+    initial = explicit.initial_parameters(setup)
+    norm = max(abs(a - b) for a, b in zip(trained.norms, reference.norms, strict=True)) if setup.zero_stage else 0.0
+    return explicit.worst_error(trained, reference, initial), norm
+
+
+def message_of_other_groups() -> str:
+    with other_groups():
+        run = Run(num_steps=1, expert_groups=[[0, 1], [2, 3]])
+        train_hybrid(run)
+        with pytest.raises(ConfigError) as error:
+            train_hybrid(replace(run, expert_groups=[[0, 2], [1, 3]]))
+    return str(error.value)
+
+
+def message_of(changes: dict[str, Any]) -> str:
+    model = nn.Linear(4, 4)
+    config = {**Run().ds_config(), **changes}
+    config["ds_hybrid"]["topology"] = {"expert_groups": [[0, 2], [1, 3]]}
+    with pytest.raises(HybridError) as error:
+        ds_hybrid.initialize(model=model, model_parameters=model.parameters(), config=config)
+    return str(error.value)

@@ -24,8 +24,8 @@ from ds_hybrid.dispatch.meter import Meter
 from ds_hybrid.dispatch.modes import MODES, Mode
 from ds_hybrid.dispatch.shares import TokenShares
 from ds_hybrid.engine import engine as engine_module
-from ds_hybrid.engine import groups as engine_groups
 from ds_hybrid.errors import ConfigError
+from ds_hybrid.topology import probe
 from tests.multirank.models import CONFIGS, VOCABULARY, is_known, make_model
 from tests.multirank.training import (
     PLANS,
@@ -338,7 +338,7 @@ def unmark_experts(patch: pytest.MonkeyPatch) -> None:
 
 
 def cut_in_two(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(engine_groups, "host_of_this_rank", lambda: f"node {dist.get_rank() // 2}")
+    patch.setattr(probe, "key_of_this_host", lambda: f"node {dist.get_rank() // 2}")
 
 
 def logits_difference(run: Run) -> float:

@@ -111,7 +111,6 @@ _Values = Mapping[str, tuple[Any, ...]]
 
 NOT_YET: Final[_Values] = MappingProxyType(
     {
-        "ds_hybrid.dispatch.mode": ("auto", "alltoall", "allgather", "two_stage", "hierarchical"),
         "ds_hybrid.rebalance.enabled": (False,),
         "ds_hybrid.attention.kv_gather": ("off",),
         "ds_hybrid.observe.directory": (None,),
@@ -123,7 +122,6 @@ NOT_YET: Final[_Values] = MappingProxyType(
 
 NOT_YET_WITH_EXPERT_PARALLEL: Final[_Values] = MappingProxyType(
     {
-        "tensor_parallel.autotp_size": (0, 1),
         "expert_parallel.expert_tensor_parallel_size": (1,),
         "expert_parallel.load_balance_coeff": (None,),
         "expert_parallel.score_apply": ("auto", "post"),
@@ -205,6 +203,8 @@ def find_problems(
         *broken_models,
         *_limit_problems(document, already={problem.path for problem in broken_models}),
         *_expert_group_problems(document, world_size),
+        *_replicated_problems(document),
+        *_tensor_parallel_problems(document),
     ]
     return [problem.line(name) for problem in problems]
 
@@ -252,6 +252,42 @@ def _expert_group_problems(document: Mapping[str, Any], world_size: int | None) 
     group_size = count_at(document, "expert_parallel.autoep_size")
     for rule in broken_partition(groups, world_size=world_size, group_size=group_size):
         yield Problem(path, rule, groups)
+
+
+def _replicated_problems(document: Mapping[str, Any]) -> Iterator[Problem]:
+    path = "ds_hybrid.dispatch.mode"
+    if value_at(document, path) != "replicated":
+        return
+    tp_size = count_at(document, "tensor_parallel.autotp_size") or 1
+    ep_size = count_at(document, "expert_parallel.autoep_size") or 1
+    if not experts_are_parallel(document) or tp_size != ep_size or tp_size == 1:
+        rule = (
+            "needs the same tokens on all ranks of an expert-parallel group: tensor_parallel.autotp_size and "
+            f"expert_parallel.autoep_size must be one size of at least 2, not {tp_size} and {ep_size}, and "
+            'expert_parallel.enabled true. Set them so, or the mode to "two_stage".'
+        )
+        yield Problem(path, rule, "replicated")
+
+
+def _tensor_parallel_problems(document: Mapping[str, Any]) -> Iterator[Problem]:
+    """What tensor parallelism needs with ``expert_parallel``; DeepSpeed reports some of it when the model is built."""
+    tp_size = count_at(document, "tensor_parallel.autotp_size") or 1
+    if tp_size == 1 or not experts_are_parallel(document):
+        return
+    beside = f"with expert_parallel and tensor_parallel.autotp_size {tp_size}"
+    ep_size = value_at(document, "expert_parallel.autoep_size")
+    if ep_size in (ABSENT, 1):
+        yield Problem("expert_parallel.autoep_size", f"must be at least 2 {beside}. Set it to {tp_size}.", ep_size)
+    given = (value_at(document, f"tensor_parallel.{key}") for key in ("partition_config", "preset_model"))
+    if all(value in (ABSENT, None) for value in given):
+        plan = "ds_configs/plan_a_zero1_bf16.json"
+        rule = f"missing {beside}: DeepSpeed refuses the plans that come with MoE models. Copy the one of {plan}."
+        yield Problem("tensor_parallel.partition_config", rule)
+    stage = value_at(document, "zero_optimization.stage")
+    half = any(value_at(document, f"{dtype}.enabled") is True for dtype in ("bf16", "bfloat16", "fp16"))
+    if stage in (ABSENT, 0) and half and value_at(document, "gradient_clipping") != 0:
+        rule = f"DeepSpeed clips by a wrong norm in half precision {beside}. Set it to 1, 2 or 3."
+        yield Problem("zero_optimization.stage", rule, stage)
 
 
 def _limit_problems(document: Mapping[str, Any], already: set[str]) -> Iterator[Problem]:

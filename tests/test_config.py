@@ -91,11 +91,6 @@ def test_section_is_read_and_frozen() -> None:
         ({"observe": {"interval": "10"}}, 'ds_hybrid.observe.interval = "10" (x.json): must be an integer >= 1.'),
         ({"plan": "auto"}, 'ds_hybrid.plan = "auto" (x.json): must be an object or null.'),
         (
-            {"dispatch": {"mode": "replicated"}},
-            f'ds_hybrid.dispatch.mode = "replicated" (x.json): not available in {RELEASE}. '
-            'Set it to "auto", "alltoall", "allgather", "two_stage" or "hierarchical".',
-        ),
-        (
             {"rebalance": {"enabled": True}},
             f"ds_hybrid.rebalance.enabled = true (x.json): not available in {RELEASE}. Set it to false.",
         ),
@@ -121,11 +116,6 @@ def test_wrong_section(section: Any, message: str) -> None:
     ("change", "message"),
     [
         (
-            {"tensor_parallel": {"autotp_size": 2}},
-            f"tensor_parallel.autotp_size = 2 (x.json): not available in {RELEASE} with expert_parallel. "
-            "Set it to 0 or 1.",
-        ),
-        (
             {"expert_parallel": {"score_apply": "pre"}},
             f'expert_parallel.score_apply = "pre" (x.json): not available in {RELEASE} with expert_parallel. '
             'Set it to "auto" or "post".',
@@ -147,6 +137,81 @@ def test_refused_only_with_expert_parallel(change: dict[str, Any], message: str)
     assert find_problems(document, name="x.json") == []
     document["expert_parallel"] = {"enabled": True, **change.get("expert_parallel", {})}
     assert find_problems(document, name="x.json") == [message]
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "ep_size", "enabled"), [(1, 1, True), (1, 2, True), (2, 4, True), (4, 2, True), (2, 2, False)]
+)
+def test_replicated_needs_the_same_tokens(tp_size: int, ep_size: int, enabled: bool) -> None:
+    document = plan(tp_size, ep_size)
+    document["expert_parallel"]["enabled"] = enabled
+    document["ds_hybrid"] = {"dispatch": {"mode": "replicated"}}
+    assert find_problems(document, name="x.json") == [
+        'ds_hybrid.dispatch.mode = "replicated" (x.json): needs the same tokens on all ranks of an expert-parallel '
+        "group: tensor_parallel.autotp_size and expert_parallel.autoep_size must be one size of at least 2, not "
+        f'{tp_size} and {ep_size}, and expert_parallel.enabled true. Set them so, or the mode to "two_stage".'
+    ]
+
+
+def test_replicated_with_the_same_tokens() -> None:
+    assert find_problems({**plan(4, 4), "ds_hybrid": {"dispatch": {"mode": "replicated"}}}, name="x.json") == []
+
+
+BESIDE = "with expert_parallel and tensor_parallel.autotp_size 2"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"expert_parallel": {"enabled": True, "autoep_size": 1}},
+            f"expert_parallel.autoep_size = 1 (x.json): must be at least 2 {BESIDE}. Set it to 2.",
+        ),
+        (
+            {"expert_parallel": {"enabled": True}},
+            f"expert_parallel.autoep_size (x.json): must be at least 2 {BESIDE}. Set it to 2.",
+        ),
+        (
+            {"tensor_parallel": {"autotp_size": 2}},
+            f"tensor_parallel.partition_config (x.json): missing {BESIDE}: DeepSpeed refuses the plans that come with "
+            "MoE models. Copy the one of ds_configs/plan_a_zero1_bf16.json.",
+        ),
+        (
+            {"bf16": {"enabled": True}},
+            f"zero_optimization.stage (x.json): DeepSpeed clips by a wrong norm in half precision {BESIDE}. "
+            "Set it to 1, 2 or 3.",
+        ),
+        (
+            {"fp16": {"enabled": True}, "zero_optimization": {"stage": 0}},
+            f"zero_optimization.stage = 0 (x.json): DeepSpeed clips by a wrong norm in half precision {BESIDE}. "
+            "Set it to 1, 2 or 3.",
+        ),
+    ],
+)
+def test_tensor_parallelism_with_expert_parallelism(change: dict[str, Any], message: str) -> None:
+    assert find_problems({**plan(2, 2), **change}, name="x.json") == [message]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"tensor_parallel": {"autotp_size": 2, "preset_model": "mixtral"}},
+        {"bf16": {"enabled": True}, "gradient_clipping": 0.0},
+        {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
+        {"tensor_parallel": {"autotp_size": 2}, "expert_parallel": {"enabled": False}},
+    ],
+)
+def test_tensor_parallelism_that_trains(change: dict[str, Any]) -> None:
+    assert find_problems({**plan(2, 2), **change}, name="x.json") == []
+
+
+def plan(tp_size: int, ep_size: int) -> dict[str, Any]:
+    return {
+        **GOOD,
+        "tensor_parallel": {"autotp_size": tp_size, "partition_config": {"layer_specs": []}},
+        "expert_parallel": {"enabled": True, "autoep_size": ep_size},
+    }
 
 
 @pytest.mark.parametrize(

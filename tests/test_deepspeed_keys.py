@@ -125,6 +125,7 @@ def test_every_section_is_compared() -> None:
 @pytest.mark.parametrize("file", sorted(Path("ds_configs").glob("*zero*.json")), ids=lambda file: file.stem)
 def test_deepspeed_accepts_the_shipped_file(file: Path) -> None:
     parsed = deepspeed_config.DeepSpeedConfig(str(file))
-    assert parsed.expert_parallel_config.autoep_size == 2
+    sizes = {"plan_a": (4, 4), "plan_b": (2, 8)}.get(file.stem[:6], (0, 2))
+    assert (parsed.tensor_parallel_config.autotp_size, parsed.expert_parallel_config.autoep_size) == sizes
     assert f"zero{parsed.zero_optimization_stage}" in file.stem
     assert parsed.bfloat16_config.enabled == file.stem.endswith("bf16")

@@ -29,7 +29,10 @@ def test_neither_torch_nor_deepspeed_is_imported(code: str) -> None:
     assert done.stdout == "[]\n"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["validate", "--help"], ["schema", "--help"], ["doctor", "--help"], ["--version"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["validate", "--help"], ["schema", "--help"], ["doctor", "--help"], ["--version"]],
+)
 def test_the_command_line_helps_without_them(arguments: list[str]) -> None:
     code = f"""
 from ds_hybrid.cli.main import main

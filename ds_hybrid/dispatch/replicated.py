@@ -33,7 +33,8 @@ class ReplicatedDispatcher(Dispatcher[Plan]):
                 f"{self.layer}: the ranks have {', '.join(map(str, num_tokens))} tokens. Replicated dispatch needs the "
                 "same tokens on every rank of the expert-parallel group."
             )
-        num_rows_needed = self.count(self.locate(routing.topk_ids, placement)[0])
+        counted_here = routing.topk_ids[self.group.rank :: self.group.size]  # each token once over the ranks
+        num_rows_needed = self.count(self.locate(counted_here, placement)[0])
         return Plan(routing, num_rows_needed, *self.pairs_here(routing.topk_ids, placement))
 
     def dispatch(self, tokens: Tensor, plan: Plan) -> Steps[Arrived]:

@@ -13,11 +13,15 @@ import deepspeed.comm as dist
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.utils import is_moe_param
+from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils import groups
 from torch import Tensor, nn
 
 _SHARED = ""
-"""Stands for the parameters that every rank holds."""
+"""Stands for the parameters that every rank holds whole."""
+
+_SHARDS = "tensor-parallel shards"
+"""Stands for the parameters of which every rank of a tensor-parallel group holds a part."""
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
@@ -28,10 +32,12 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
     """
     of_group: dict[str, list[nn.Parameter]] = {_SHARED: []}
     for parameter in parameters:
-        of_group.setdefault(_expert_group(parameter), []).append(parameter)
+        of_group.setdefault(_kind(parameter), []).append(parameter)
     squares = {name: _sum_of_squares(members) for name, members in of_group.items()}
     for name in sorted(squares.keys() - {_SHARED}):
-        dist.all_reduce(squares[name], group=groups._get_expert_parallel_group(name))
+        sharded = name == _SHARDS
+        group = groups.get_tensor_model_parallel_group() if sharded else groups._get_expert_parallel_group(name)
+        dist.all_reduce(squares[name], group=group)
     norm = torch.stack(list(squares.values())).sum().sqrt()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for parameter in (p for members in of_group.values() for p in members):
@@ -40,9 +46,11 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
     return norm
 
 
-def _expert_group(parameter: nn.Parameter) -> str:
-    """DeepSpeed's name of the group over which an expert's peers lie, or _SHARED."""
-    return str(parameter.group_name) if is_moe_param(parameter) else _SHARED  # type: ignore[attr-defined]
+def _kind(parameter: nn.Parameter) -> str:
+    """DeepSpeed's name of the group over which an expert's peers lie, or _SHARDS, or _SHARED."""
+    if is_moe_param(parameter):
+        return str(parameter.group_name)  # type: ignore[attr-defined]
+    return _SHARDS if is_model_parallel_parameter(parameter) else _SHARED
 
 
 def _sum_of_squares(parameters: Iterable[nn.Parameter]) -> Tensor:

@@ -24,7 +24,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.tensor_parallel.init_utils import merge_tp_model_init_into_config
-from deepspeed.utils import log_dist
+from deepspeed.utils import groups, log_dist
 from torch import nn
 
 from ds_hybrid.config import HybridConfig, check, find_warnings, name_of, read_document
@@ -37,6 +37,7 @@ from ds_hybrid.engine.groups import NodeCutter, limit_waiting, use_expert_groups
 from ds_hybrid.engine.moe_stats import take_stats
 from ds_hybrid.engine.parameter_groups import split_groups, split_optimizer
 from ds_hybrid.engine.router_logits import record_router_logits, router_recorders_hidden
+from ds_hybrid.engine.tensor_parallel import refuse_empty_shards, sum_gradients_of_blocks
 from ds_hybrid.engine.versions import untested_versions
 from ds_hybrid.errors import ConfigError
 from ds_hybrid.moe.autoep import HybridAutoEPLayer
@@ -97,6 +98,14 @@ class MoEEngine(DeepSpeedEngine):
                 )
             layer.configure(name=name, dispatch=self.hybrid_config.dispatch, cut_by_nodes=self._cut_by_nodes)
 
+    def _configure_tensor_parallel(self, model: nn.Module, tp_config: Any) -> Any:
+        sources = super()._configure_tensor_parallel(model, tp_config)
+        if self.expert_parallel_is_on():
+            sum_gradients_of_blocks(model, groups.get_tensor_model_parallel_group())
+            if self.zero_optimization_partition_weights():
+                refuse_empty_shards(model)
+        return sources
+
     def expert_parallel_is_on(self) -> bool:
         """Whether the ds_config lets AutoEP convert layers."""
         config = self._config.expert_parallel_config
@@ -148,8 +157,8 @@ class MoEEngine(DeepSpeedEngine):
         return path, client_state
 
     def clip_fp32_gradients(self) -> None:
-        """Clip by the norm of the whole model, experts of all ranks included."""
-        if self.has_moe_layers and self.mpu is None:
+        """Clip by the norm of the whole model, experts of all ranks and shards of AutoTP included."""
+        if self.has_moe_layers and self.mpu in (None, groups):  # AutoTP makes the module of the groups the mpu
             self._global_grad_norm = float(clip_gradients(self.module.parameters(), self.gradient_clipping()))
         else:
             super().clip_fp32_gradients()

@@ -6,6 +6,7 @@ clips and saves its parameters. Between its router and its output tail runs one 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,12 +14,13 @@ from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from torch import Tensor
 
 from ds_hybrid.config import DispatchConfig
-from ds_hybrid.dispatch.collectives import RankGroup
+from ds_hybrid.dispatch.collectives import LoneRank, RankGroup
 from ds_hybrid.dispatch.dispatcher import Dispatcher
 from ds_hybrid.dispatch.hierarchical import CutByNodes
 from ds_hybrid.dispatch.meter import Meter, is_recomputing
 from ds_hybrid.dispatch.overlap import run_in_chunks
 from ds_hybrid.dispatch.routing import Routing, count_values
+from ds_hybrid.dispatch.shares import TokenShares
 from ds_hybrid.dispatch.switch import DispatchSwitch
 from ds_hybrid.dispatch.traffic import WireShape
 from ds_hybrid.errors import ConfigError
@@ -32,13 +34,16 @@ class HybridAutoEPLayer(AutoEPMoELayer):
     Attributes:
         layer_name: the block's name in the model, for messages and statistics.
         placement: which rank and slot holds which expert of the model.
+        same_tokens: the tensor-parallel group, whose ranks have the same tokens; this rank alone without one.
         switch: the dispatcher, and the others that mode ``auto`` may take.
         meter: what this rank sent for this layer.
-        expert_load: [E] int64, how many (token, choice) pairs of this rank chose each expert in training.
+        expert_load: [E] int64, how many (token, choice) pairs of this rank chose each expert in training. Ranks with
+            the same tokens count a share each.
     """
 
     layer_name: str
     placement: ExpertPlacement
+    same_tokens: RankGroup
     switch: DispatchSwitch
     meter: Meter
     expert_load: Tensor
@@ -75,13 +80,16 @@ class HybridAutoEPLayer(AutoEPMoELayer):
         """Bind the expert-parallel group, and the dispatcher over it.
 
         Raises:
-            ConfigError: the layer is folded into tensor parallelism, or weighs rows before its experts.
+            ConfigError: the layer weighs rows before its experts.
         """
         super().set_deepspeed_parallelism(*args, **kwargs)
-        if self.tp_group is not None:
-            raise ConfigError(f"{self.layer_name}: tensor parallelism with expert_parallel is not available.")
         if self.score_apply != "post":
             raise ConfigError(f'{self.layer_name}: expert_parallel.score_apply "{self.score_apply}" is not available.')
+        self.same_tokens = LoneRank(self.meter) if self.tp_group is None else RankGroup(self.tp_group, self.meter)
+        for parameter in self.experts.parameters() if self.same_tokens.size > 1 else ():
+            # What such a rank has of the experts' gradients is its own, as with a shard of a weight: so marked,
+            # DeepSpeed neither scales it by the tensor-parallel size nor leaves it out of the gradient norm.
+            parameter.tensor_model_parallel = True
         self.switch = DispatchSwitch(
             self._dispatch_config.mode,
             RankGroup(self.ep_group, self.meter),
@@ -100,20 +108,24 @@ class HybridAutoEPLayer(AutoEPMoELayer):
         hidden_size = hidden_states.shape[-1]
         tokens = hidden_states.reshape(-1, hidden_size)
         topk_weights, topk_ids, tokens_per_expert = self.router(tokens, self.expert_bias)
+        routing = Routing(topk_ids, topk_weights, self.num_experts)
+        shares = TokenShares(self.same_tokens, len(tokens))
         with torch.no_grad():
             self.tokens_per_expert.add_(tokens_per_expert)
             if self.training and not is_recomputing():
-                self.expert_load.add_(count_values(topk_ids, self.num_experts))
+                self.expert_load.add_(count_values(shares.part(topk_ids), self.num_experts))
 
-        routing = Routing(topk_ids, topk_weights, self.num_experts)
-        output = run_in_chunks(
+        run = partial(
+            run_in_chunks,
             self.dispatcher,
-            tokens,
-            routing,
-            self.placement,
-            self.experts.run,
+            placement=self.placement,
+            experts=self.experts.run,
             num_chunks=self._dispatch_config.overlap_chunks,
         )
+        if self.dispatcher.mode == "replicated":
+            output = run(tokens, routing)
+        else:
+            output = shares.join(run(shares.take(tokens), shares.of_routing(routing)))
         return self._finalize_output(output.view(hidden_states.shape), tokens, hidden_states, hidden_size)
 
     def _wire_shape(self) -> WireShape:

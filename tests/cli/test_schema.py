@@ -14,7 +14,14 @@ from ds_hybrid.cli.schema import SCHEMA_PATH, build_schema
 from ds_hybrid.config import HybridConfig
 from ds_hybrid.deepspeed_keys import SECTIONS, TOP_LEVEL
 
-SHIPPED = ["alltoall_zero2_bf16", "two_stage_zero1", "two_stage_zero1_bf16", "two_stage_zero3_bf16"]
+SHIPPED = [
+    "alltoall_zero2_bf16",
+    "plan_a_zero1_bf16",
+    "plan_b_zero1_bf16",
+    "two_stage_zero1",
+    "two_stage_zero1_bf16",
+    "two_stage_zero3_bf16",
+]
 GOOD: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0}
 
 

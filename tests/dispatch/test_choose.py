@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
-from ds_hybrid.config import NOT_YET
+from ds_hybrid.config import DispatchConfig
 from ds_hybrid.dispatch.choose import candidates, choose_mode, decide
 from ds_hybrid.dispatch.modes import MODES, Mode
 from ds_hybrid.dispatch.traffic import WireShape, expected_bytes
@@ -55,7 +57,8 @@ def test_candidates(mode: Mode, num_ranks: int, spans_nodes: bool, expected: tup
 
 
 def test_the_config_takes_every_mode() -> None:
-    assert set(NOT_YET["ds_hybrid.dispatch.mode"]) == {"auto", *MODES, "hierarchical"}
+    modes = get_args(DispatchConfig.model_fields["mode"].annotation)
+    assert set(modes) == {"auto", *MODES, "hierarchical", "replicated"}
 
 
 def test_two_stage_metadata_is_small_where_rows_are_wide() -> None:

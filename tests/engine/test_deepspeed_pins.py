@@ -12,13 +12,17 @@ from typing import Any
 
 import deepspeed
 import pytest
+from deepspeed.module_inject.auto_ep_folding import autoep_folding_gradient_reduction_strategy
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.module_inject.auto_ep_presets import base
+from deepspeed.module_inject.auto_tp import AutoTP
+from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer, TensorParallel_Layer
 from deepspeed.moe.ep_experts import GroupedExperts
 from deepspeed.moe.ep_router import TokenChoiceTopKRouter
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 SOURCES = {
@@ -55,6 +59,19 @@ SOURCES = {
         base._retarget_transformers_output_recorders_for_modules,
         "3cdcb8d2369c3968",
     ),
+    # engine/tensor_parallel.py takes what the first two do out of a block, and stands in for the third; the others make
+    # the marks of parameters count: what is summed over tensor-parallel ranks by name, or averaged, and in the norm.
+    "LinearLayer.forward": (LinearLayer.forward, "786aec625521f312"),
+    "LinearAllreduce.forward": (LinearAllreduce.forward, "4c842c2221631d18"),
+    "DeepSpeedEngine._configure_tensor_parallel": (DeepSpeedEngine._configure_tensor_parallel, "4e8c82ca19d97d98"),
+    "TensorParallel_Layer._freeze_partition_sizes": (TensorParallel_Layer._freeze_partition_sizes, "3b1a98189892d035"),
+    "AutoTP.register_replicated_grad_hooks": (AutoTP.register_replicated_grad_hooks, "11d9cd550c5a9987"),
+    "autoep_folding_gradient_reduction_strategy": (autoep_folding_gradient_reduction_strategy, "8ca7b4f974701aa0"),
+    "DeepSpeedZeroOptimizer.get_grad_norm_direct": (DeepSpeedZeroOptimizer.get_grad_norm_direct, "72af0993ad8cde2c"),
+    "DeepSpeedZeroOptimizer_Stage3.get_grad_norm_direct": (
+        DeepSpeedZeroOptimizer_Stage3.get_grad_norm_direct,
+        "89aab0f80f1a80b3",
+    ),
     "AutoEPMoELayer._forward": (AutoEPMoELayer._forward, "701de38e30c779bc"),
     "AutoEPMoELayer._finalize_output": (AutoEPMoELayer._finalize_output, "2f1e012aa0c3be4a"),
     "AutoEPMoELayer.set_deepspeed_parallelism": (AutoEPMoELayer.set_deepspeed_parallelism, "bd85913ef9cba70e"),
@@ -74,6 +91,10 @@ NAMES = [
     # engine/clipping.py
     "deepspeed.moe.utils:is_moe_param",
     "deepspeed.utils.groups:_get_expert_parallel_group",
+    "deepspeed.runtime.utils:is_model_parallel_parameter",
+    "deepspeed.utils.groups:get_tensor_model_parallel_group",
+    # engine/tensor_parallel.py
+    "torch.utils._pytree:tree_map_only",
     # moe/
     "deepspeed.module_inject.auto_ep_layer:permute_by_local_expert",
     "deepspeed.module_inject.auto_ep_layer:unpermute_by_local_expert",

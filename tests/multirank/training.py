@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import deepspeed
@@ -17,6 +19,9 @@ from tests.multirank.models import VOCABULARY, make_model
 
 _LENGTH = 12
 
+PLANS = {plan: json.loads(Path(f"ds_configs/plan_{plan}_zero1_bf16.json").read_text()) for plan in ("a", "b")}
+"""The shipped ds_configs of both plans. Their partition_config shards the attention of all presets."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -26,7 +31,7 @@ class Run:
     mode: str = "two_stage"
     ep_size: int = 2
     zero_stage: int = 1
-    zero_options: dict[str, Any] = field(default_factory=dict)
+    zero_options: dict[str, Any] = field(default_factory=dict, hash=False)
     bf16: bool = False
     clip: float = 0.0
     num_steps: int = 10
@@ -39,6 +44,8 @@ class Run:
     uneven: bool = False  # sequence lengths differ between ranks and steps
     trained: tuple[str, ...] = ("",)  # parts of the plain model's names of what is not frozen
     hand_over: Literal["all", "trained"] = "all"  # what initialize gets as model_parameters
+    tp_size: int = 1  # ranks that share one copy of the attention, and the batch
+    num_kv_heads: int | None = None  # None: the tiny model's own
 
     @property
     def learning_rate(self) -> float:
@@ -47,7 +54,12 @@ class Run:
 
     @property
     def model_changes(self) -> dict[str, Any]:
-        return {"output_router_logits": True, "router_aux_loss_coef": 0.1} if self.router_logits else {}
+        changes: dict[str, Any] = {}
+        if self.router_logits:
+            changes |= {"output_router_logits": True, "router_aux_loss_coef": 0.1}
+        if self.num_kv_heads is not None:
+            changes["num_key_value_heads"] = self.num_kv_heads
+        return changes
 
     def length(self, step: int, rank: int) -> int:
         """Of a rank's sequences at a step."""
@@ -64,6 +76,9 @@ class Run:
             "zero_force_ds_cpu_optimizer": False,
             "bf16": {"enabled": self.bf16},
             "expert_parallel": {"enabled": True, "autoep_size": self.ep_size},
+            "tensor_parallel": PLANS["a"]["tensor_parallel"] | {"autotp_size": self.tp_size}
+            if self.tp_size > 1
+            else {},
             "ds_hybrid": {
                 "dispatch": {
                     "mode": self.mode,
@@ -94,19 +109,19 @@ def largest_difference(first: list[float], second: list[float]) -> float:
 
 
 def batch(step: int, rank: int, micro: int = 0, *, length: int = _LENGTH) -> Tensor:
-    """[2, length] token ids, different for every step, rank and micro-batch."""
+    """[2, length] token ids, different for every step, data-parallel rank and micro-batch."""
     generator = torch.Generator().manual_seed(1000 * step + 10 * rank + micro)
     return torch.randint(0, VOCABULARY, (2, length), generator=generator)
 
 
 def train_plain(run: Run, num_ranks: int) -> Outcome:
-    """The reference: one process, the mean loss of all ranks' batches, the same optimizer."""
+    """The reference: one process, the mean loss of all data-parallel ranks' batches, the same optimizer."""
     model = _prepared(run)
     optimizer = torch.optim.SGD(model.parameters(), lr=run.learning_rate)
     losses, norms = [], []
     for step in range(run.num_steps):
         optimizer.zero_grad()
-        parts = [(rank, micro) for rank in range(num_ranks) for micro in range(run.accumulation)]
+        parts = [(rank, micro) for rank in range(num_ranks // run.tp_size) for micro in range(run.accumulation)]
         total = 0.0
         for rank, micro in parts:
             loss = _loss(model, batch(step, rank, micro, length=run.length(step, rank))) / len(parts)
@@ -157,10 +172,11 @@ def _loss(model: Any, ids: Tensor) -> Tensor:
 
 def _train(engine: Any, run: Run) -> Outcome:
     losses, norms = [], []
+    rank = dist.get_rank() // run.tp_size
     for step in range(run.num_steps):
         total = torch.zeros(())
         for micro in range(run.accumulation):
-            loss = _loss(engine, batch(step, dist.get_rank(), micro, length=run.length(step, dist.get_rank())))
+            loss = _loss(engine, batch(step, rank, micro, length=run.length(step, rank)))
             engine.backward(loss)
             engine.step()
             total += loss.detach().float() / run.accumulation
@@ -173,12 +189,16 @@ def _train(engine: Any, run: Run) -> Outcome:
 
 
 def gather_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter whole, by the plain model's names: experts of all ranks joined in logical order."""
+    """Every parameter whole, by the plain model's names: experts of all ranks joined in logical order, shards too."""
     from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+    from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
 
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
     for name, layer in model.named_modules():
+        if isinstance(layer, LinearLayer | LinearAllreduce):
+            dim = 1 if isinstance(layer, LinearAllreduce) else 0
+            parameters[f"{name}.weight"] = all_parts(parameters[f"{name}.weight"], layer.mp_group, dim)
         if not isinstance(layer, AutoEPMoELayer):
             continue
         w1, w2, w3 = (all_experts(parameters.pop(f"{name}.experts.{w}"), layer.ep_group) for w in ("w1", "w2", "w3"))
@@ -192,9 +212,14 @@ def gather_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 def all_experts(local: Tensor, group: Any) -> Tensor:
     """The experts of every rank of the group, in rank order. [E/P, ...] -> [E, ...]."""
-    parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, local.contiguous(), group=group)
-    return torch.cat(parts)
+    return all_parts(local, group, 0)
+
+
+def all_parts(local: Tensor, group: Any, dim: int) -> Tensor:
+    """What every rank of the group has, joined along ``dim`` in rank order."""
+    parts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(parts, local, group=group)
+    return torch.cat(parts, dim)
 
 
 def worst_parameter(trained: Outcome, reference: Outcome, initial: dict[str, Tensor]) -> tuple[float, str]:

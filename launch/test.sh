@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Sets up if need be, then runs every check and every test, and stops at the first stage that fails.
+# Sets up if need be, then runs every check and every test but the slow ones (pytest -m slow: 8 and 16 ranks, some
+# minutes), and stops at the first stage that fails.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -24,6 +25,6 @@ stage "ruff check" ruff check .
 stage "ruff format" ruff format --check .
 stage "mypy" mypy
 stage "lint-imports" lint-imports
-stage "tests" pytest
+stage "tests" pytest -m "not slow"
 stage "presets on transformers 5.8.0" env PYTHONPATH=.transformers/5.8.0 \
     pytest tests/multirank/test_presets.py tests/multirank/test_against_deepspeed.py

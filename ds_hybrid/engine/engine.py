@@ -121,9 +121,11 @@ class MoEEngine(DeepSpeedEngine):
         super()._configure_optimizer(client_optimizer, model_parameters)
 
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:
-        # DeepSpeed's ZeRO refuses a model with MoE layers none of whose experts train.
+        # DeepSpeed's ZeRO 1 and 2 refuse a model with MoE layers none of whose experts train. Stage 3 must know of the
+        # layers all the same: it parts their experts over the ranks that hold the same ones.
         has_moe_layers = self.has_moe_layers
-        if optimizer is not None and not any(group.get("moe") for group in optimizer.param_groups):
+        no_expert_trains = optimizer is not None and not any(group.get("moe") for group in optimizer.param_groups)
+        if no_expert_trains and not self.zero_optimization_partition_weights():
             self.has_moe_layers = False
         try:
             return super()._configure_zero_optimizer(optimizer)

@@ -57,7 +57,7 @@ class TopologyConfig(_Section):
     timeout_seconds: int | None = Field(
         default=None,
         ge=1,
-        description="How long a rank waits for others in a collective before the run ends; null leaves torch's limit.",
+        description="How long a rank of a built engine waits for others, then the run ends; null: torch's own limit.",
     )
 
 
@@ -122,6 +122,7 @@ NOT_YET: Final[_Values] = MappingProxyType(
 
 NOT_YET_WITH_EXPERT_PARALLEL: Final[_Values] = MappingProxyType(
     {
+        "zero_optimization.elastic_checkpoint": (False,),
         "expert_parallel.expert_tensor_parallel_size": (1,),
         "expert_parallel.load_balance_coeff": (None,),
         "expert_parallel.score_apply": ("auto", "post"),
@@ -278,6 +279,10 @@ def _tensor_parallel_problems(document: Mapping[str, Any]) -> Iterator[Problem]:
     ep_size = value_at(document, "expert_parallel.autoep_size")
     if ep_size in (ABSENT, 1):
         yield Problem("expert_parallel.autoep_size", f"must be at least 2 {beside}. Set it to {tp_size}.", ep_size)
+    elif isinstance(ep_size, int) and ep_size % tp_size and tp_size % ep_size:
+        works = [size for size in range(2, 4 * tp_size + 1) if not size % tp_size or not tp_size % size]
+        rule = f"must divide autotp_size {tp_size} or be a multiple of it. Values that work: {listed(works)}, ..."
+        yield Problem("expert_parallel.autoep_size", rule, ep_size)
     given = (value_at(document, f"tensor_parallel.{key}") for key in ("partition_config", "preset_model"))
     if all(value in (ABSENT, None) for value in given):
         plan = "ds_configs/plan_a_zero1_bf16.json"

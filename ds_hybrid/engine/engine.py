@@ -7,6 +7,7 @@ source of ``deepspeed.initialize`` and every private name used here, and fails w
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
@@ -28,12 +29,12 @@ from deepspeed.utils import groups, log_dist
 from torch import nn
 
 from ds_hybrid.config import HybridConfig, check, find_warnings, name_of, read_document
-from ds_hybrid.document import count_at
 from ds_hybrid.engine.agreement import compare_ranks, raise_alike
 from ds_hybrid.engine.auto_dispatch import AutoDispatch
+from ds_hybrid.engine.checkpoint import Record, check_groups, read_record, write_record
 from ds_hybrid.engine.clipping import clip_gradients
-from ds_hybrid.engine.expert_layout import expert_layouts
-from ds_hybrid.engine.groups import NodeCutter, limit_waiting, use_expert_groups
+from ds_hybrid.engine.expert_layout import expert_group_sizes, expert_layouts
+from ds_hybrid.engine.groups import NodeCutter, expert_groups_of_all_ranks, limit_waiting, use_expert_groups
 from ds_hybrid.engine.moe_stats import take_stats
 from ds_hybrid.engine.parameter_groups import split_groups, split_optimizer
 from ds_hybrid.engine.router_logits import record_router_logits, router_recorders_hidden
@@ -46,9 +47,6 @@ from ds_hybrid.moe.layer import MoE
 from ds_hybrid.observe.stats import MoEStats
 from ds_hybrid.topology.cluster import Cluster
 from ds_hybrid.topology.probe import probe_cluster
-
-_CHECKPOINT_KEY = "ds_hybrid"
-"""What a checkpoint's client state holds for us."""
 
 
 class MoEEngine(DeepSpeedEngine):
@@ -67,7 +65,9 @@ class MoEEngine(DeepSpeedEngine):
         self.cluster = cluster
         self._cut_by_nodes = NodeCutter(cluster)
         super().__init__(**kwargs)
-        self._auto_dispatch = AutoDispatch([layer.switch for layer in self.moe_layers_by_name().values()])
+        layers = list(self.moe_layers_by_name().values())
+        self._auto_dispatch = AutoDispatch([layer.switch for layer in layers])
+        self._expert_groups = expert_groups_of_all_ranks(sorted({f"ep_size_{layer.ep_size}" for layer in layers}))
 
     def _configure_expert_parallel(self, model: nn.Module, collect_sources: bool | None = None) -> Any:
         with router_recorders_hidden(model):
@@ -146,17 +146,41 @@ class MoEEngine(DeepSpeedEngine):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """As DeepSpeed's; the dispatchers of mode ``auto`` are saved too."""
-        state = {**(client_state or {}), _CHECKPOINT_KEY: {"dispatch": self._auto_dispatch.state()}}
-        return super().save_checkpoint(save_dir, tag, state, save_latest, exclude_frozen_parameters)
+        """As DeepSpeed's; the expert groups and the dispatchers of mode ``auto`` are written down too."""
+        tag = str(tag) if tag is not None else f"global_step{self.global_steps}"
+        write_record(save_dir, tag, Record(self._expert_groups, self._auto_dispatch.state()))
+        return super().save_checkpoint(save_dir, tag, dict(client_state or {}), save_latest, exclude_frozen_parameters)
 
-    def load_checkpoint(self, load_dir: str, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any] | None]:
-        """As DeepSpeed's; a checkpoint that DeepSpeed has saved is loaded as well."""
-        path, client_state = super().load_checkpoint(load_dir, *args, **kwargs)
-        ours = client_state.pop(_CHECKPOINT_KEY, None) if client_state else None
-        if ours is not None:
-            self._auto_dispatch.restore(ours["dispatch"])
-        return path, client_state
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """As DeepSpeed's; a checkpoint that DeepSpeed has saved is loaded as well.
+
+        Raises:
+            CheckpointError: the experts were on other ranks, and the optimizer's part is to be loaded.
+        """
+        record = read_record(load_dir, tag)
+        if record is not None and load_optimizer_states and not load_module_only:
+            check_groups(record, self._expert_groups, load_dir=load_dir)
+        loaded = super().load_checkpoint(
+            load_dir,
+            tag,
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            load_module_only,
+            custom_load_fn,
+        )
+        if record is not None and loaded[0] is not None:
+            self._auto_dispatch.restore(record.dispatch)
+        return loaded
 
     def clip_fp32_gradients(self) -> None:
         """Clip by the norm of the whole model, experts of all ranks and shards of AutoTP included."""
@@ -219,7 +243,7 @@ def initialize(
         # With an mpu or a mesh, DeepSpeed takes the data-parallel size from there, and checks the sizes itself.
         world_size = dist.get_world_size() if mpu is None and not mesh_param else None
         document, hybrid_config = _agreed_config(
-            args, config if config is not None else config_params, world_size=world_size
+            args, config if config is not None else config_params, mpu, mesh_param, world_size=world_size
         )
         for warning in [*find_warnings(document, name="ds_config"), *untested_versions()]:
             log_dist(f"ds_hybrid: {warning}", ranks=[0], level=logging.WARNING)
@@ -227,14 +251,8 @@ def initialize(
         if timeout is not None:
             limit_waiting(timeout)
         cluster = probe_cluster(hybrid_config.topology.source).cluster
-        for layout in expert_layouts(
-            model, document, hybrid_config, cluster, data_parallel=_is_data_parallel(document, mpu, mesh_param)
-        ):
-            use_expert_groups(layout)
-            for warning in layout.warnings:
-                log_dist(f"ds_hybrid: {warning}", ranks=[0], level=logging.WARNING)
+        _arrange_experts(model, document, hybrid_config, cluster, deepspeeds_groups=bool(mpu or mesh_param))
         mesh_device = _mesh_device(mesh_param, document)
-        merge_tp_model_init_into_config(document, mpu, mesh_param, dist)
         if document.get("tensor_parallel", {}).get("autotp_size", 0) > 0:
             deepspeed.set_autotp_mode(training=True)
         ds_config = DeepSpeedConfig(document, mpu, mesh_device=mesh_device)
@@ -265,7 +283,7 @@ def initialize(
 
 
 def _agreed_config(
-    args: Any, config: str | Path | Mapping[str, Any] | None, *, world_size: int | None
+    args: Any, config: str | Path | Mapping[str, Any] | None, mpu: Any, mesh_param: Any, *, world_size: int | None
 ) -> tuple[dict[str, Any], HybridConfig]:
     """The ds_config and our section of it, when every rank has the same and no rank finds fault with it."""
     document: dict[str, Any] = {}
@@ -273,7 +291,8 @@ def _agreed_config(
     problems: tuple[str, ...] = ()
     try:
         source = _config_source(args, config)
-        document = read_document(source)
+        document = copy.deepcopy(read_document(source))
+        merge_tp_model_init_into_config(document, mpu, mesh_param, dist)
         hybrid_config = check(document, name=name_of(source), world_size=world_size, allow_auto=False)
     except ConfigError as error:
         problems = error.problems
@@ -294,10 +313,19 @@ def _config_source(args: Any, config: str | Path | Mapping[str, Any] | None) -> 
     return source
 
 
-def _is_data_parallel(document: Mapping[str, Any], mpu: Any, mesh_param: Any) -> bool:
-    """Whether every rank has batches and dense weights of its own."""
-    sizes = (count_at(document, path) or 1 for path in ("tensor_parallel.autotp_size", "sequence_parallel_size"))
-    return mpu is None and not mesh_param and set(sizes) == {1}
+def _arrange_experts(
+    model: nn.Module, document: Mapping[str, Any], config: HybridConfig, cluster: Cluster, *, deepspeeds_groups: bool
+) -> None:
+    """Make the expert groups, or leave them to DeepSpeed, and tell what speaks against them. Collective."""
+    sizes = expert_group_sizes(model, document)
+    compare_ranks({"the sizes of expert-parallel groups": ", ".join(map(str, sizes)) or "none"})
+    layouts = expert_layouts(sizes, document, config, cluster, deepspeeds_groups=deepspeeds_groups)
+    for layout in layouts.ours:
+        use_expert_groups(layout, timeout_seconds=config.topology.timeout_seconds)
+    for warning in (*cluster.warnings, *layouts.warnings):
+        log_dist(f"ds_hybrid: {warning}", ranks=[0], level=logging.WARNING)
+    for reason in layouts.reasons:
+        log_dist(f"ds_hybrid: {reason}", ranks=[0])
 
 
 def _mesh_device(mesh_param: Any, document: Mapping[str, Any]) -> Any:

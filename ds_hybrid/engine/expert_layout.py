@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -11,43 +12,92 @@ from ds_hybrid.config import HybridConfig
 from ds_hybrid.document import count_at, experts_are_parallel
 from ds_hybrid.errors import ConfigError
 from ds_hybrid.moe.layer import MoE
+from ds_hybrid.problems import show
 from ds_hybrid.topology.cluster import Cluster
 from ds_hybrid.topology.layout import Layout, plan_layout
 
 _KEY = "ds_hybrid.topology.expert_groups"
 
 
-def expert_layouts(
-    model: nn.Module, document: Mapping[str, Any], config: HybridConfig, cluster: Cluster, *, data_parallel: bool
-) -> list[Layout]:
-    """A layout for each size above 1 that expert groups of the model have.
+@dataclass(frozen=True)
+class ExpertLayouts:
+    """What is decided.
 
-    Args:
-        document: the whole ds_config.
-        data_parallel: whether all ranks are data-parallel ones. Where they are not, DeepSpeed makes the groups.
-
-    Raises:
-        ConfigError: the ds_config names groups, and the model has expert groups of several sizes, or ranks that are
-            not data-parallel.
-        TopologyError: a size does not divide the number of ranks, or the named groups do not fit.
+    Attributes:
+        ours: a layout for each size of groups; none where DeepSpeed makes the groups.
+        reasons, warnings: for people, one line each.
     """
+
+    ours: tuple[Layout, ...] = ()
+    reasons: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+def expert_group_sizes(model: nn.Module, document: Mapping[str, Any]) -> list[int]:
+    """The sizes above 1 of the model's expert-parallel groups, ascending."""
     sizes = {layer.ep_size for layer in model.modules() if isinstance(layer, MoE)}
     if experts_are_parallel(document):
         sizes.add(count_at(document, "expert_parallel.autoep_size") or 1)
-    sizes -= {1}
+    return sorted(sizes - {1})
+
+
+def expert_layouts(
+    sizes: Sequence[int],
+    document: Mapping[str, Any],
+    config: HybridConfig,
+    cluster: Cluster,
+    *,
+    deepspeeds_groups: bool = False,
+) -> ExpertLayouts:
+    """The expert groups of a run.
+
+    With AutoTP, DeepSpeed's folding makes the groups from consecutive ranks and refuses all others
+    (``deepspeed.utils.groups`` calls ``auto_ep_folding.assert_group_matches_spec``), whatever the links say.
+
+    Args:
+        sizes: see :func:`expert_group_sizes`.
+        document: the whole ds_config.
+        deepspeeds_groups: an mpu or a mesh is there, so DeepSpeed makes the groups.
+
+    Raises:
+        ConfigError: the ds_config names groups, and the model has expert groups of several sizes, or DeepSpeed makes
+            them.
+        TopologyError: a size does not divide the number of ranks, or the named groups do not fit.
+    """
+    tp_size = count_at(document, "tensor_parallel.autotp_size") or 1
     groups = None if config.topology.expert_groups == "auto" else config.topology.expert_groups
-    if not data_parallel:
+    if deepspeeds_groups or tp_size > 1 or (count_at(document, "sequence_parallel_size") or 1) > 1:
         if groups is not None:
             raise ConfigError(
-                f"{_KEY}: not available with tensor or sequence parallelism, an mpu or a mesh: DeepSpeed makes the "
-                'groups then. Set it to "auto".'
+                f"{_KEY} = {show(groups)}: not available with tensor or sequence parallelism, an mpu or a mesh: "
+                'DeepSpeed makes the groups then. Set it to "auto".'
             )
-        return []
+        return _of_folding(sizes, tp_size, cluster) if tp_size > 1 else ExpertLayouts()
     if groups is not None and len(sizes) != 1:
         raise ConfigError(
-            f"{_KEY}: needs experts in groups of one size above 1, the model has "
-            f'{", ".join(map(str, sorted(sizes))) or "none"}. Set it to "auto".'
+            f"{_KEY} = {show(groups)}: needs experts in groups of one size above 1, the model has "
+            f'{", ".join(map(str, sizes)) or "none"}. Set it to "auto".'
         )
-    return [
-        plan_layout(cluster, world_size=cluster.num_ranks, ep_size=size, expert_groups=groups) for size in sorted(sizes)
-    ]
+    layouts = tuple(
+        plan_layout(cluster, world_size=cluster.num_ranks, ep_size=size, expert_groups=groups) for size in sizes
+    )
+    return ExpertLayouts(
+        layouts,
+        tuple(reason for layout in layouts for reason in layout.reasons if reason.startswith("EP")),
+        tuple(warning for layout in layouts for warning in layout.warnings),
+    )
+
+
+def _of_folding(sizes: Sequence[int], tp_size: int, cluster: Cluster) -> ExpertLayouts:
+    """Nothing to decide; what the links would rather have is a warning."""
+    warnings: list[str] = []
+    for size in sizes:
+        layout = plan_layout(cluster, world_size=cluster.num_ranks, tp_size=tp_size, ep_size=size, expert_axis="tp")
+        consecutive = tuple(tuple(range(first, first + size)) for first in range(0, cluster.num_ranks, size))
+        warnings += layout.warnings
+        if layout.ep_groups != consecutive:
+            warnings.append(
+                f"expert_parallel.autoep_size = {size}: the links put {show(layout.ep_groups)} together, and "
+                "DeepSpeed's folding takes consecutive ranks. Give the ranks their devices in another order."
+            )
+    return ExpertLayouts(warnings=tuple(warnings))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +18,15 @@ from ds_hybrid.topology.cluster import Cluster
 from ds_hybrid.topology.layout import Layout
 
 
-def use_expert_groups(layout: Layout) -> None:
+def expert_groups_of_all_ranks(names: Sequence[str]) -> dict[str, list[list[int]]]:
+    """All expert-parallel groups by DeepSpeed's name of their size, such as "ep_size_4". Collective over all ranks."""
+    own = {name: dist.get_process_group_ranks(deepspeed_groups._get_expert_parallel_group(name)) for name in names}
+    of_rank: list[dict[str, list[int]]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(of_rank, own)
+    return {name: sorted(map(list, {tuple(theirs[name]) for theirs in of_rank})) for name in names}
+
+
+def use_expert_groups(layout: Layout, *, timeout_seconds: int | None = None) -> None:
     """Make the EP and EDP groups of a layout those that DeepSpeed uses for their size. Collective over all ranks.
 
     DeepSpeed would make groups of consecutive ranks; where it finds groups of a size, it takes those.
@@ -44,7 +53,9 @@ def use_expert_groups(layout: Layout) -> None:
         ),
     ):
         for ranks in lists:
-            group = dist.new_group(list(ranks))
+            group = dist.new_group(
+                list(ranks), timeout=None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
+            )
             if dist.get_rank() in ranks:
                 group_of[name], ranks_of[name] = group, list(ranks)
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import pytest
+import torch
 import torch.distributed as dist
 
 from ds_hybrid.dispatch.predict import GroupSpeed
 from ds_hybrid.engine import auto_dispatch
-from tests.multirank.training import Run, batch, make_engine
+from ds_hybrid.errors import CheckpointError
+from tests.multirank.test_expert_groups import other_groups
+from tests.multirank.training import Run, batch, gather_parameters, make_engine
 from tests.ranks import RankPool
 
 
@@ -28,6 +32,19 @@ def test_dispatchers_of_auto_are_resumed(four_ranks: RankPool, tmp_path: Path) -
         assert resumed == straight
 
 
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_named_groups_are_resumed_and_others_refused(four_ranks: RankPool, tmp_path: Path, zero_stage: int) -> None:
+    """The masters of experts lie where their ranks were, so other groups would mix them up in silence."""
+    run = Run(zero_stage=zero_stage, expert_groups=[[0, 3], [1, 2]])
+    message = (
+        f"{tmp_path}: saved with the expert groups [[0, 3], [1, 2]], this run has [[0, 2], [1, 3]]. Set "
+        "ds_hybrid.topology.expert_groups to [[0, 3], [1, 2]]."
+    )
+    for (straight, resumed), refusal in four_ranks.run(losses_and_refusal, run, str(tmp_path)):
+        assert resumed == straight
+        assert refusal == message
+
+
 def test_a_checkpoint_of_deepspeed_is_loaded_and_client_state_is_the_users(
     four_ranks: RankPool, tmp_path: Path
 ) -> None:
@@ -39,6 +56,21 @@ def losses_of_auto(folder: str) -> tuple[list[float], list[float]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(auto_dispatch, "measure_link", lambda group: waiting)
         return losses_of_both(Run(mode="auto", ep_size=4), folder)
+
+
+def losses_and_refusal(run: Run, folder: str) -> tuple[tuple[list[float], list[float]], str]:
+    with other_groups():
+        losses = losses_of_both(run, folder)
+    with other_groups():
+        engine = make_engine(replace(run, expert_groups=[[0, 2], [1, 3]]))
+        before = gather_parameters(engine.module)
+        with pytest.raises(CheckpointError) as error:
+            engine.load_checkpoint(folder)
+        after = gather_parameters(engine.module)
+        assert all(torch.equal(after[name], before[name]) for name in before)
+        engine.load_checkpoint(folder, load_module_only=True)
+        engine.destroy()
+    return losses, str(error.value)
 
 
 def client_states(folder: str) -> tuple[Any, Any]:

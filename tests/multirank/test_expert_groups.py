@@ -19,6 +19,7 @@ from ds_hybrid.topology import probe
 from tests.multirank import explicit
 from tests.multirank.test_presets import LOSS_TOLERANCE, NORM_TOLERANCE, PARAMETER_TOLERANCE, Comparison
 from tests.multirank.training import (
+    PLANS,
     Run,
     initial_parameters,
     largest_difference,
@@ -79,18 +80,56 @@ def test_a_process_keeps_its_groups(four_ranks: RankPool) -> None:
     assert four_ranks.run(message_of_other_groups) == ["\n".join(lines)] * 4
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"expert_parallel": {"enabled": False}},
-            "ds_hybrid.topology.expert_groups: needs experts in groups of one size above 1, the model has none. Set it "
-            'to "auto".',
-        ),
-    ],
+NOT_OURS = (
+    "ds_hybrid.topology.expert_groups = [[0, 2], [1, 3]]: not available with tensor or sequence parallelism, an mpu or a "
+    'mesh: DeepSpeed makes the groups then. Set it to "auto".'
 )
-def test_groups_without_experts_are_refused(four_ranks: RankPool, changes: dict[str, Any], message: str) -> None:
-    assert four_ranks.run(message_of, changes) == [message] * 4
+ONE_SIZE = (
+    "ds_hybrid.topology.expert_groups = [[0, 2], [1, 3]]: needs experts in groups of one size above 1, the model has "
+    '{}. Set it to "auto".'
+)
+
+
+@pytest.mark.parametrize(
+    ("ep_sizes", "changes", "message"),
+    [
+        ([], {"expert_parallel": {"enabled": False}}, ONE_SIZE.format("none")),
+        ([2, 4], {"expert_parallel": {"enabled": False}}, ONE_SIZE.format("2, 4")),
+        ([2], {"expert_parallel": {"enabled": False}, "sequence_parallel_size": 2}, NOT_OURS),
+        ([], {"tensor_parallel": PLANS["a"]["tensor_parallel"] | {"autotp_size": 2}}, NOT_OURS),
+    ],
+    ids=["no experts", "two sizes", "sequence parallel", "tensor parallel"],
+)
+def test_groups_that_cannot_be_made_are_refused(
+    four_ranks: RankPool, ep_sizes: list[int], changes: dict[str, Any], message: str
+) -> None:
+    assert four_ranks.run(message_of, ep_sizes, changes) == [message] * 4
+
+
+def test_ranks_with_models_of_other_sizes_raise_alike(four_ranks: RankPool) -> None:
+    message = (
+        "the sizes of expert-parallel groups: ranks 0 and 3 differ: 2 and 4. Give every host the same ds_config and "
+        "the same model."
+    )
+    assert four_ranks.run(message_of_unlike_models, limit=60) == [message] * 4
+
+
+def test_the_groups_of_the_article_on_eight_ranks(eight_ranks: RankPool) -> None:
+    groups = [[0, 1, 4, 5], [2, 3, 6, 7]]
+    for zero_stage in (1, 3):
+        run = Run(zero_stage=zero_stage, ep_size=4, clip=0.1, num_steps=3)
+        for found, result in eight_ranks.run(compare, run, groups, [0] * 8):
+            assert found == groups
+            assert result.loss_error <= LOSS_TOLERANCE, result
+            assert result.parameter_error <= PARAMETER_TOLERANCE, result
+            assert result.norm_error <= NORM_TOLERANCE, result
+
+
+@pytest.fixture
+def eight_ranks() -> Iterator[RankPool]:
+    pool = RankPool(8)
+    yield pool
+    pool.close()
 
 
 def compare(run: Run, groups: Groups | str, host_of_rank: list[int]) -> tuple[Groups, Comparison]:
@@ -98,7 +137,7 @@ def compare(run: Run, groups: Groups | str, host_of_rank: list[int]) -> tuple[Gr
 
     def note(engine: Any) -> None:
         lists: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(lists, deepspeed_groups._EXPERT_PARALLEL_GROUP_RANKS["ep_size_2"])
+        dist.all_gather_object(lists, deepspeed_groups._EXPERT_PARALLEL_GROUP_RANKS[f"ep_size_{run.ep_size}"])
         found.append([list(ranks) for ranks in sorted({tuple(ranks) for ranks in lists})])
 
     with other_groups(), pytest.MonkeyPatch.context() as patch:
@@ -161,10 +200,20 @@ def message_of_other_groups() -> str:
     return str(error.value)
 
 
-def message_of(changes: dict[str, Any]) -> str:
-    model = nn.Linear(4, 4)
+def message_of(ep_sizes: list[int], changes: dict[str, Any]) -> str:
+    model = nn.ModuleList(
+        [ds_hybrid.MoE(4, nn.Linear(4, 4), 4, ep_size=size) for size in ep_sizes] or [nn.Linear(4, 4)]
+    )
     config = {**Run().ds_config(), **changes}
     config["ds_hybrid"]["topology"] = {"expert_groups": [[0, 2], [1, 3]]}
+    with pytest.raises(HybridError) as error:
+        ds_hybrid.initialize(model=model, model_parameters=model.parameters(), config=config)
+    return str(error.value)
+
+
+def message_of_unlike_models() -> str:
+    model = ds_hybrid.MoE(4, nn.Linear(4, 4), 4, ep_size=4 if dist.get_rank() == 3 else 2)
+    config = {**Run().ds_config(), "expert_parallel": {"enabled": False}}
     with pytest.raises(HybridError) as error:
         ds_hybrid.initialize(model=model, model_parameters=model.parameters(), config=config)
     return str(error.value)

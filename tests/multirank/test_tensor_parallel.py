@@ -234,6 +234,8 @@ def test_partition_that_is_refused(four_ranks: RankPool, specs: list[Any], messa
 def test_plans_on_eight_ranks(eight_ranks: RankPool, plan: Run) -> None:
     for model_type in MODELS:
         assert_equal(eight_ranks, replace(plan, model_type=model_type, clip=0.1))
+    for zero_stage, clip in ((2, 0.0), (3, 0.1)):
+        assert_equal(eight_ranks, replace(plan, zero_stage=zero_stage, clip=clip))
 
 
 @pytest.mark.slow
@@ -241,6 +243,10 @@ def test_plans_on_eight_ranks(eight_ranks: RankPool, plan: Run) -> None:
 def test_every_case_on_eight_ranks(eight_ranks: RankPool, plan: Run) -> None:
     for model_type, zero_stage, clip in product(MODELS, (1, 2, 3), (0.0, 0.1)):
         assert_equal(eight_ranks, replace(plan, model_type=model_type, zero_stage=zero_stage, clip=clip))
+
+
+def test_expert_groups_inside_a_tensor_parallel_group(four_ranks_of_one_replica: RankPool) -> None:
+    assert_equal(four_ranks_of_one_replica, replace(PLAN_B, tp_size=4, ep_size=2, clip=0.1))
 
 
 def test_ranks_without_key_value_heads(four_ranks_of_one_replica: RankPool) -> None:

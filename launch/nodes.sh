@@ -33,7 +33,7 @@ use_venv() {
     [ -x "$VENV/bin/deepspeed" ] ||
         fail "VENV = $VENV: no bin/deepspeed there. Run launch/setup.sh, or name the environment that has ds_hybrid."
     [ -f "$SCRIPT" ] || fail "SCRIPT = $SCRIPT: no such file. Give the Python script that each rank runs."
-    export PATH="$VENV/bin:$PATH"
+    export VENV PATH="$VENV/bin:$PATH"
 }
 
 free_port() {
@@ -73,6 +73,9 @@ export_settings() {
     unset RANK WORLD_SIZE LOCAL_RANK
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"
     export MASTER_PORT="${MASTER_PORT:-$(free_port)}" TORCH_EXTENSIONS_DIR
+    # It becomes a part of names of files and of a pattern for pkill.
+    [[ $MASTER_PORT =~ ^[1-9][0-9]{0,4}$ ]] && [ "$MASTER_PORT" -le 65535 ] ||
+        fail "MASTER_PORT = $MASTER_PORT: must be a whole number from 1 to 65535. Leave it empty for one that is free."
     if [ -n "$DS_ACCELERATOR" ]; then export DS_ACCELERATOR; else export -n DS_ACCELERATOR; fi
     if [ -n "$INTERFACE" ]; then
         export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$INTERFACE}"

@@ -10,7 +10,7 @@ if [ -z "${DS_ACCELERATOR:-}" ]; then
     num_gpus=$("$root/.venv/bin/python" -c 'import torch; print(torch.cuda.device_count())')
     DS_ACCELERATOR=$([ "$num_gpus" -ge 2 ] && echo cuda || echo cpu)
 fi
-export DS_ACCELERATOR
+export DS_ACCELERATOR VENV="$root/.venv"
 config=$([ "$DS_ACCELERATOR" = cpu ] && echo two_stage_zero1.json || echo two_stage_zero1_bf16.json)
 
 # exec: Ctrl-C, TERM and the exit code are then run_local.sh's own.

@@ -28,21 +28,25 @@ source "$root/launch/nodes.sh"
 # shellcheck source=launch/session.sh
 source "$root/launch/session.sh"
 
-# The user's own environment files, in DeepSpeed's order: of two lines for a name the last one counts. DeepSpeed reads
-# one file name only, so these lines go into ours, less the comments and blank lines at which it would stop.
+# The user's own environment files, of two lines for a name the last one. DeepSpeed reads one file name only, so these
+# lines go into ours, less the comments and blank lines at which it would stop.
 user_environment() {
-    local name="${DS_ENV_FILE:-.deepspeed_env}" files file line number
-    files=("$HOME/$name" "./$name")
-    [[ $name != /* ]] || files=("$name")
-    for file in "${files[@]}"; do
-        [ -f "$file" ] || continue
-        number=0
-        while IFS= read -r line || [ -n "$line" ]; do
-            number=$((number + 1))
-            [[ ! $line =~ ^[[:space:]]*(#|$) ]] || continue
-            [[ $line =~ ^[A-Za-z_][A-Za-z_0-9]*= ]] || fail "$file: line $number: '$line' must be NAME=VALUE."
-            printf '%s\n' "$line"
-        done <"$file"
+    "$VENV/bin/python" -c '
+import os, sys
+from ds_hybrid.doctor.env_files import read_env_files
+files = read_env_files(os.environ, severity="error")
+if wrong := [finding.message for finding in files.findings if finding.severity == "error"]:
+    sys.exit("\n".join(wrong))
+for name, value in files.variables.items():
+    print(f"{name}={value}")' || exit 2
+}
+
+# What DeepSpeed hands on by itself: EXPORT_ENVS in its launcher/runner.py.
+deepspeeds_environment() {
+    local name names
+    names=$(compgen -e | grep -E '^(MLFLOW|PYTHON|MV2|UCX)' || true)
+    for name in $names; do
+        printf '%s=%s\n' "$name" "${!name}"
     done
 }
 
@@ -53,6 +57,9 @@ check_environment() {
         name=${line%%=*} value=${line#*=}
         if [ "$LAUNCHER" = pdsh ] && [[ $value =~ [\"\$\`\\] ]]; then
             fail "$name = $value: the shells of the hosts would change it. Leave out \", \$, \` and \\."
+        elif [ "$LAUNCHER" = pdsh ] && [[ $value =~ %[hnu%] ]]; then
+            fail "$name = $value: pdsh would change it, as it rewrites %h, %n, %u and %%. Leave them out," \
+                "or use LAUNCHER=openmpi."
         elif [ "$LAUNCHER" = openmpi ] && [[ $value =~ [^[:alnum:]_@%+=:,./-] ]]; then
             fail "$name = $value: would arrive with quotes around it. Use letters, digits and _@%+=:,./- alone," \
                 "or LAUNCHER=pdsh."
@@ -67,6 +74,9 @@ check_words() {
         if [ -z "$word" ] || [[ $word =~ [][*?{}\(\)\<\>\|\&\;#~!\'\"\$\`\\$'\n\t'] ]]; then
             fail "'$word': the shells of the hosts would change it. Use plain characters, or LAUNCHER=openmpi."
         fi
+        [[ ! $word =~ %[hnu%] ]] ||
+            fail "'$word': pdsh would change it, as it rewrites %h, %n, %u and %%. Leave them out," \
+                "or use LAUNCHER=openmpi."
     done
     for word in "$PWD" "$VENV" "$SCRIPT"; do
         [[ $word != *" "* ]] || fail "'$word': pdsh takes no path with blanks. Move it, or use LAUNCHER=openmpi."
@@ -99,12 +109,12 @@ end_on_hosts() {
 clean_up() {
     local code=$1
     if [ "$LAUNCHER" = pdsh ] && [ -n "$is_launched" ] && [ "$code" != 0 ]; then
-        kill -KILL "$session" 2>/dev/null || true
+        kill_leader
         end_session
         end_on_hosts
     fi
     end_session
-    remove_leftovers "$MASTER_PORT" "$code"
+    remove_leftovers "$MASTER_PORT"
     rm -rf "$folder"
 }
 
@@ -124,6 +134,8 @@ case $LAUNCHER in
         check_words
         # Without --force_multi a hostfile of one host would run here, whatever its name.
         options+=(--launcher pdsh --force_multi)
+        # pdsh's ssh would wait for ever for a host that has fallen silent.
+        export PDSH_SSH_ARGS_APPEND="${PDSH_SSH_ARGS_APPEND--o ServerAliveInterval=15 -o ServerAliveCountMax=4}"
         ;;
     openmpi)
         options+=(--launcher openmpi --force_multi)
@@ -158,7 +170,7 @@ fi
 if [ "$LAUNCHER" != no_ssh ]; then
     user_lines=$(user_environment)
     environment+=${user_lines:+$'\n'$user_lines}
-    check_environment "$environment"
+    check_environment "$(deepspeeds_environment)"$'\n'"$environment"
     settings+=("DS_ENV_FILE=$folder/deepspeed_env")
 fi
 command=(env "${settings[@]}" "$VENV/bin/deepspeed" "${options[@]}" "${program[@]}" "${arguments[@]}")

@@ -4,8 +4,8 @@
 #   launch/run_local.sh NUM_RANKS SCRIPT [ARGS...]
 #
 # On GPUs when there is one for each rank, else on the CPU; DS_ACCELERATOR=cpu or cuda decides otherwise. OMP_NUM_THREADS,
-# TORCH_EXTENSIONS_DIR and MASTER_PORT are kept when set. TIME_LIMIT=SECONDS ends the run, with exit code 124. Else the
-# exit code is the launcher's; 130 after Ctrl-C.
+# TORCH_EXTENSIONS_DIR, MASTER_PORT and VENV (.venv) are kept when set. TIME_LIMIT=SECONDS ends the run, with exit code
+# 124. Else the exit code is the launcher's; 130 after Ctrl-C.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 if [ $# -lt 2 ] || ! [[ $1 =~ ^[1-9][0-9]*$ ]] || [ ! -f "$2" ]; then
@@ -20,10 +20,11 @@ source "$root/launch/session.sh"
 
 clean_up() {
     end_session
-    remove_leftovers "$port" "$1"
+    remove_leftovers "$port"
 }
 
-export PATH="$root/.venv/bin:$PATH"
+export VENV="${VENV:-$root/.venv}"
+export PATH="$VENV/bin:$PATH"
 export TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$root/.torch_ext}"
 if [ -z "${DS_ACCELERATOR:-}" ]; then
     num_gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
@@ -31,6 +32,11 @@ if [ -z "${DS_ACCELERATOR:-}" ]; then
 fi
 export DS_ACCELERATOR
 port=${MASTER_PORT:-$(python -c 'import socket; s = socket.create_server(("127.0.0.1", 0)); print(s.getsockname()[1])')}
+
+if ! [[ $port =~ ^[1-9][0-9]{0,4}$ ]] || [ "$port" -gt 65535 ]; then
+    echo "launch/run_local.sh: MASTER_PORT = $port: must be a whole number from 1 to 65535." >&2
+    exit 2
+fi
 
 at_exit clean_up
 

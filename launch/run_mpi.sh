@@ -72,9 +72,8 @@ set_placing() {
 }
 
 clean_up() {
-    local code=$1
     end_session
-    remove_leftovers "$MASTER_PORT" "$code"
+    remove_leftovers "$MASTER_PORT"
     rm -rf "$folder"
 }
 

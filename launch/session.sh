@@ -3,14 +3,28 @@
 # shellcheck shell=bash
 
 : "${root:?the folder of the repository}"
-session="" # the leader's process id
+session=""       # the leader's process id
+session_start="" # and when it was started, as a stranger may get this id later; empty until that is known
+# Lock files of extension builds that it held when it was ended, and which files these are.
+declare -A session_locks=()
+
+# When process $1 was started, in ticks since boot; nothing when there is none.
+start_of() {
+    local line fields
+    { read -r line <"/proc/$1/stat"; } 2>/dev/null || return 0
+    read -ra fields <<<"${line##*) }" # from the third field on: state, parent, group, session, ...
+    echo "${fields[19]}"
+}
 
 # The processes of the session, zombies apart.
 session_members() {
-    local pid line fields
+    local pid line fields start
+    # While one of its processes lives, no other one gets the session's id.
+    start=$(start_of "$session")
+    [ -z "$start" ] || [ -z "$session_start" ] || [ "$start" = "$session_start" ] || return 0
     for pid in /proc/[0-9]*; do
         { read -r line <"$pid/stat"; } 2>/dev/null || continue
-        read -ra fields <<<"${line##*) }" # state, parent, group, session
+        read -ra fields <<<"${line##*) }"
         if [ "${fields[0]}" != Z ] && { [ "${fields[3]}" = "$session" ] || [ "${pid#/proc/}" = "$session" ]; }; then
             echo "${pid#/proc/}"
         fi
@@ -25,9 +39,44 @@ signal_session() {
     fi
 }
 
+# Ends the leader alone, with no word to those that it has started.
+kill_leader() {
+    if [ -n "$session" ] && [ "$(start_of "$session")" = "$session_start" ]; then
+        kill -KILL "$session" 2>/dev/null || true
+    fi
+}
+
+identity_of() {
+    stat -c '%i %y' "$1" 2>/dev/null || true
+}
+
+# A lock's maker alone has it open, and when it is killed leaves it.
+note_locks() {
+    local folders lock
+    mapfile -t folders < <(session_members)
+    folders=("${folders[@]/#//proc/}")
+    folders=("${folders[@]/%//fd}")
+    [ ${#folders[@]} -gt 0 ] || return 0
+    for lock in "${TORCH_EXTENSIONS_DIR:-/nowhere}"/*/lock; do
+        [ -e "$lock" ] || continue
+        if [ -n "$(find -L "${folders[@]}" -maxdepth 1 -samefile "$lock" -print -quit 2>/dev/null)" ]; then
+            session_locks[$lock]=$(identity_of "$lock")
+        fi
+    done
+}
+
+# Of those alone: another process, perhaps on another host, may hold what is there by now.
+remove_locks() {
+    local lock
+    for lock in "${!session_locks[@]}"; do
+        [ "$(identity_of "$lock")" != "${session_locks[$lock]}" ] || rm -f "$lock"
+    done
+}
+
 end_session() {
     local tenths
     [ -n "$session" ] || return 0
+    note_locks
     signal_session TERM
     for ((tenths = 0; tenths < 50; tenths++)); do
         [ -n "$(session_members)" ] || break
@@ -35,12 +84,16 @@ end_session() {
     done
     signal_session KILL
     wait "$session" 2>/dev/null || true
+    remove_locks
 }
 
 # A Ctrl-C in this terminal reaches this script only, not the command.
 in_session() {
+    session="" session_start=""
     setsid "$@" &
     session=$!
+    session_start=$(start_of "$session")
+    : "${session_start:=gone}"
     wait "$session"
 }
 
@@ -59,11 +112,8 @@ leave() {
     "$last_call" "$code"
 }
 
-# What a run with master port $1 that ended with exit code $2 may have left on this host.
+# What a run with master port $1 may have left on this host, once its session has ended.
 remove_leftovers() {
     # DeepSpeed leaves 66 MiB of memory for each rank of a run on one CPU host, also after a good run.
     rm -f /dev/shm/deepspeed_allreduce_buffer_*_"$1"_*
-    if [ "${DS_ACCELERATOR:-}" = cpu ] && [ "$2" != 0 ]; then
-        timeout 10 "$root/launch/cpu_op.sh" unlock || true
-    fi
 }

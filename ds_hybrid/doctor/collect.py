@@ -10,19 +10,25 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from glob import escape
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Final
 
 import ds_hybrid
 from ds_hybrid.doctor.facts import HostFacts, to_line
 from ds_hybrid.doctor.locks import find_locks
+from ds_hybrid.observe.nvlink import GpuCounters, NotAvailable, NvlinkUse, read_counters, use_between
 from ds_hybrid.topology.cluster import RankReport
 from ds_hybrid.topology.this_host import key_of_this_host
 
 PACKAGES = ("ds_hybrid", "deepspeed", "torch", "transformers")
+
+NVLINK_SECONDS: Final = 1.0
+"""The window over which the use of NVLinks is told."""
 
 _TOOL_SECONDS = 20
 _GIB = 2**30
@@ -46,6 +52,7 @@ def collect() -> HostFacts:
         devices=accelerator.devices if accelerator else (),
         links_source=accelerator.links_source if accelerator else None,
         reports=accelerator.reports if accelerator else (),
+        nvlink_use=_nvlink_use(),
         gloo_interface=os.environ.get("GLOO_SOCKET_IFNAME") or None,
         lock_pattern=pattern,
         locks=find_locks(pattern),
@@ -95,6 +102,19 @@ def _load_accelerator() -> tuple[_Accelerator | None, str | None]:
         return _Accelerator(name, backend, tuple(devices), tuple(reports), source), None
     except Exception as error:  # a broken library raises what it likes
         return None, f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _nvlink_use() -> NvlinkUse:
+    """Over NVLINK_SECONDS, where there are counters to read at all."""
+    try:
+        before = read_counters()
+        if isinstance(before, NotAvailable):
+            return before
+        if any(isinstance(gpu, GpuCounters) for gpu in before.values()):
+            time.sleep(NVLINK_SECONDS)
+        return use_between(before, read_counters())
+    except Exception as error:  # a broken binding raises what it likes
+        return NotAvailable(f"{type(error).__name__}: {error}".splitlines()[0])
 
 
 def _addresses(name: str) -> tuple[str, ...]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
 from typing import Final, Literal
 
-from ds_hybrid.doctor.facts import HostFacts
-from ds_hybrid.doctor.locks import remove_new_locks
+from ds_hybrid.doctor.facts import HostFacts, Lock
+from ds_hybrid.doctor.locks import locks_held_by, remove_locks
 from ds_hybrid.doctor.processes import Command, Outcome, run_together
 
 NUM_RANKS: Final = 2
@@ -61,20 +61,23 @@ def run_collective(host: HostFacts, environment: Mapping[str, str], *, time_limi
         return Collective("skipped", reason)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    is_clean = False
+    left: list[Lock] = []
+
+    def note_locks(processes: Collection[int]) -> None:
+        left.extend(locks_held_by(processes, host.lock_pattern))
+
     try:
         outcomes = run_together(
             [_rank(place, port, environment) for place in range(NUM_RANKS)],
             time_limit=time_limit,
             failure_grace=_FAILURE_GRACE,
+            before_kill=note_locks,
         )
-        is_clean = all(outcome.code == 0 for outcome in outcomes)
     finally:
         # DeepSpeed leaves 66 MiB of memory for each rank on a CPU, also after a good run.
         for path in glob(f"/dev/shm/deepspeed_allreduce_buffer_*_{port}_*"):
             os.unlink(path)
-        if not is_clean:
-            remove_new_locks(host.lock_pattern, host.locks)
+        remove_locks(left)
     detail = f"{NUM_RANKS} ranks on {host.accelerator}, {host.backend}"
     faults = _faults(outcomes, time_limit)
     return Collective("failed", f"{detail}: {'; '.join(faults)}") if faults else Collective("ok", detail)

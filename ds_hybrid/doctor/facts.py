@@ -8,6 +8,7 @@ from typing import Final
 
 from pydantic import TypeAdapter, ValidationError
 
+from ds_hybrid.observe.nvlink import NvlinkUse
 from ds_hybrid.topology.cluster import RankReport
 
 _MARK: Final = "ds_hybrid.doctor facts: "
@@ -46,6 +47,7 @@ class HostFacts:
         devices: the name of each device that a rank could use; empty on CPUs.
         links_source: who told the links in ``reports``, as in ``topology.probe``; None as for ``accelerator``.
         reports: of a rank on each device; on CPUs one report, which holds for every rank.
+        nvlink_use: of its GPUs, whoever runs on them, over a window of ``collect.NVLINK_SECONDS``.
         gloo_interface: the network interface that gloo is told to use, None when it finds its own.
         lock_pattern: a glob pattern for the lock files of extension builds.
         locks: those that are there.
@@ -65,6 +67,7 @@ class HostFacts:
     devices: tuple[str, ...]
     links_source: str | None
     reports: tuple[RankReport, ...]
+    nvlink_use: NvlinkUse
     gloo_interface: str | None
     lock_pattern: str
     locks: tuple[Lock, ...]

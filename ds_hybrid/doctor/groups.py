@@ -9,8 +9,12 @@ from typing import Any
 from ds_hybrid.config import HybridConfig
 from ds_hybrid.doctor.facts import HostFacts
 from ds_hybrid.document import count_at, experts_are_parallel
+from ds_hybrid.errors import ConfigError
+from ds_hybrid.problems import show
 from ds_hybrid.topology.cluster import Cluster, RankReport
 from ds_hybrid.topology.layout import Layout, plan_layout
+
+_KEY = "ds_hybrid.topology.expert_groups"
 
 
 def cluster_of(ranks: Mapping[str, int], facts: Mapping[str, HostFacts]) -> Cluster:
@@ -43,15 +47,33 @@ def sizes_of(document: Mapping[str, Any]) -> tuple[int, int]:
 def layout_of(cluster: Cluster, document: Mapping[str, Any], config: HybridConfig, *, num_ranks: int) -> Layout:
     """The groups of a run of ``num_ranks`` ranks with a ds_config.
 
+    With tensor or sequence parallelism DeepSpeed makes the expert groups, from consecutive ranks, whatever the links
+    say: ``auto_ep_folding.expected_folding_group_tables`` and ``utils.groups._create_expert_and_data_parallel``.
+
     Raises:
+        ConfigError: the ds_config names groups where DeepSpeed makes them.
         TopologyError: as :func:`ds_hybrid.topology.layout.plan_layout`.
     """
     tp_size, ep_size = sizes_of(document)
     chosen = config.topology.expert_groups
-    return plan_layout(
-        cluster,
-        world_size=num_ranks,
-        tp_size=tp_size,
-        ep_size=ep_size,
-        expert_groups=None if chosen == "auto" else chosen,
-    )
+    groups = None if chosen == "auto" else chosen
+    maker = _deepspeed_as_maker(document, tp_size)
+    if maker is not None:
+        if groups is not None:
+            raise ConfigError(
+                f"{_KEY} = {show(groups)}: not available with tensor or sequence parallelism: DeepSpeed makes the "
+                'groups then. Set it to "auto".'
+            )
+        groups = tuple(tuple(range(first, first + ep_size)) for first in range(0, num_ranks, ep_size))
+    layout = plan_layout(cluster, world_size=num_ranks, tp_size=tp_size, ep_size=ep_size, expert_groups=groups)
+    if maker is None:
+        return layout
+    return replace(layout, reasons=tuple(reason.replace(f"as {_KEY} says", maker) for reason in layout.reasons))
+
+
+def _deepspeed_as_maker(document: Mapping[str, Any], tp_size: int) -> str | None:
+    """Which part of DeepSpeed makes the expert groups, in words; None where the links decide, or the ds_config."""
+    if tp_size > 1:
+        return "DeepSpeed's folding: consecutive ranks"
+    has_sequences = (count_at(document, "sequence_parallel_size") or 1) > 1
+    return "DeepSpeed's own: consecutive ranks" if has_sequences else None

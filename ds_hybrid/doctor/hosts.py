@@ -15,7 +15,8 @@ from ds_hybrid.doctor.processes import Command, Outcome, run_together
 
 CONNECT_SECONDS: Final = 10
 ANSWER_SECONDS: Final = 120
-SSH: Final = ("ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_SECONDS}")
+SSH: Final = ("ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_SECONDS}", "--")
+"""What comes before the host. After ``--`` no name of a host can be an option."""
 
 _QUESTION = ("-m", "ds_hybrid.doctor.collect")
 _SSH_FAILED = 255

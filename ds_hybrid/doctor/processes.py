@@ -9,7 +9,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -53,7 +53,11 @@ class Outcome:
 
 
 def run_together(
-    commands: Sequence[Command], *, time_limit: float, failure_grace: float | None = None
+    commands: Sequence[Command],
+    *,
+    time_limit: float,
+    failure_grace: float | None = None,
+    before_kill: Callable[[Collection[int]], None] = lambda processes: None,
 ) -> list[Outcome]:
     """Run all commands at once. What is left of them at the end is killed, also when a signal asks this process to end.
 
@@ -63,6 +67,7 @@ def run_together(
         commands: each gets a session of its own, without a terminal that it could ask for a password.
         time_limit: seconds for all.
         failure_grace: seconds that the others get once one has failed; None when they do not depend on each other.
+        before_kill: called with the ids of processes that are about to be killed: all that one command has started.
     """
     processes: list[subprocess.Popen[bytes]] = []
     ended: set[subprocess.Popen[bytes]] = set()
@@ -92,7 +97,7 @@ def run_together(
                             deadline = min(deadline, time.monotonic() + failure_grace)
         finally:
             for process in processes:
-                _end_session(process)
+                _end_session(process, before_kill)
         if signals:
             raise KeyboardInterrupt if signals[0] == signal.SIGINT else SystemExit(128 + signals[0])
         codes = [process.returncode if process in ended else None for process in processes]
@@ -108,10 +113,11 @@ def _status_if_ended(process: subprocess.Popen[bytes]) -> int | None:
     return result.si_status if result else None
 
 
-def _end_session(leader: subprocess.Popen[bytes]) -> None:
+def _end_session(leader: subprocess.Popen[bytes], before_kill: Callable[[Collection[int]], None]) -> None:
     """Kill all that a process has started. Its group is not enough: ninja gives each compiler a group of its own."""
     killed = set[int]()
     while members := _session_members(leader.pid) - killed:
+        before_kill(members)
         for member in members:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(member, signal.SIGKILL)

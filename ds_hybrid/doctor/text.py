@@ -6,9 +6,12 @@ from collections.abc import Callable, Sequence
 
 from ds_hybrid.doctor.facts import HostFacts
 from ds_hybrid.doctor.report import Report
+from ds_hybrid.observe.nvlink import GpuUse, NotAvailable
 from ds_hybrid.topology.layout import Layout
 
 _Cells = Sequence[str]
+
+_GIGABYTE = 1e9
 
 _VERSIONS: tuple[tuple[str, Callable[[HostFacts], str | None]], ...] = (
     ("python", lambda host: host.python),
@@ -29,6 +32,7 @@ def to_text(report: Report) -> str:
         _section("hosts", _hosts(report)),
         _section(f"topology, links: {report.topology.source}", _islands(report)),
         *([_section("groups", _groups(layout))] if layout else []),
+        _section("NVLink use", _nvlink_use(report)),
         _section("collective", [[report.collective.result, report.collective.detail]]),
         _section("findings", [[one.severity, one.message] for one in report.findings] or [["none"]]),
     ]
@@ -111,3 +115,27 @@ def _groups(layout: Layout) -> list[_Cells]:
     if len(layout.ep_groups[0]) > 1:
         rows += [[f"EP {number}", f"ranks {spans(group)}"] for number, group in enumerate(layout.ep_groups)]
     return rows
+
+
+def _nvlink_use(report: Report) -> list[_Cells]:
+    """A row for each thing to say, with the GPUs that it is said of."""
+    rows: list[_Cells] = []
+    for name, answer in report.hosts.items():
+        if not isinstance(answer, HostFacts):
+            continue
+        if isinstance(answer.nvlink_use, NotAvailable):
+            rows.append([name, "-", f"not available: {answer.nvlink_use.reason}"])
+            continue
+        gpus_of: dict[str, list[int]] = {}
+        for gpu, use in answer.nvlink_use.items():
+            said = _one_use(use) if isinstance(use, GpuUse) else f"not available: {use.reason}"
+            gpus_of.setdefault(said, []).append(gpu)
+        rows += [[name, f"GPU {spans(gpus)}", said] for said, gpus in gpus_of.items()]
+    return rows or [["unknown"]]
+
+
+def _one_use(use: GpuUse) -> str:
+    window = "" if use.seconds is None else f" over {use.seconds:.1f} s"
+    part = "" if use.fraction is None else f", {use.fraction:.0%} of its links' speed"
+    sent, received = use.sent / _GIGABYTE, use.received / _GIGABYTE
+    return f"{sent:.2f} GB/s sent, {received:.2f} GB/s received{window}{part}"

@@ -48,11 +48,16 @@ def read_gpus(*, sysfs: Path = SYSFS) -> HostGpus:
 
 
 def _by_nvml(sysfs: Path) -> HostGpus | str:
-    """What NVML tells, or why it does not."""
+    """What NVML tells, or why it does not.
+
+    A broken binding raises what it likes, and a rank that let it through would leave the others in a collective.
+    """
     try:
         import pynvml
     except ImportError:
         return "nvidia-ml-py is not installed"
+    except Exception as error:
+        return _in_words(error)
     if not hasattr(pynvml, "nvmlDeviceGetNvLinkRemoteDeviceType"):
         return "the installed pynvml is too old"
     try:
@@ -65,11 +70,15 @@ def _by_nvml(sysfs: Path) -> HostGpus | str:
             links = tuple(tuple(_nvml_link(pynvml, gpus, nvlinks, one, other) for other in places) for one in places)
         finally:
             pynvml.nvmlShutdown()
-    except pynvml.NVMLError as error:
-        return str(error)
+    except Exception as error:
+        return str(error) if isinstance(error, getattr(pynvml, "NVMLError", ())) else _in_words(error)
     if not gpus:
         return "sees no GPU"
     return HostGpus("NVML", addresses, tuple(_numa_node(address, sysfs) for address in addresses), links)
+
+
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from ipaddress import ip_address
+from ipaddress import IPv6Address, ip_address
 from pathlib import Path
 
 from ds_hybrid.errors import TopologyError
@@ -18,6 +18,8 @@ from ds_hybrid.problems import Problem
 _ENTRY = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>[0-9]+)\s*(?P<rest>.*)", re.ASCII)
 _MAX_SLOTS = re.compile(r"max[_-]slots=[0-9]+", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?", re.ASCII)
+# A first "-" would make it an option of ssh, and what has none of these signs needs no quotes in any shell.
+_USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*", re.ASCII)
 _COUNT_AFTER_COLON = re.compile(r"(?P<host>[A-Za-z0-9._-]+):(?P<count>[0-9]+)", re.ASCII)
 _BYTE_ORDER_MARK = "\ufeff"
 
@@ -89,7 +91,7 @@ def _parse(entry: str) -> HostSlots | str:
     """The host of a line without its comment, or the rule that the line breaks."""
     match = _ENTRY.fullmatch(entry)
     host = match["host"] if match else entry.split()[0]
-    address = host.rpartition("@")[2]
+    user, at, address = host.rpartition("@")
     if count := _COUNT_AFTER_COLON.fullmatch(address):
         written = f"{count['host']} slots={count['count']}"
         return f"must be NAME slots=NUMBER; the colon is Horovod's and MPICH's. Write: {written}"
@@ -101,6 +103,8 @@ def _parse(entry: str) -> HostSlots | str:
         return "several hosts. Write one a line: NAME slots=NUMBER."
     if not _NAME.fullmatch(address) and not _is_ipv6(address):
         return f'"{host}" is no name of a host. Write letters, digits, ".", "-" and "_".'
+    if at and not _USER.fullmatch(user):
+        return f'"{user}" is no name of a user. Write letters, digits, ".", "-" and "_", or put it in the ssh config.'
     if match is None:
         return f'must be NAME slots=NUMBER, a whole number and no blanks around "=". Write, say: {host} slots=8'
     if match["rest"] and not _MAX_SLOTS.fullmatch(match["rest"]):
@@ -131,6 +135,8 @@ def _identity(host: str) -> str:
 
 def _is_ipv6(address: str) -> bool:
     try:
-        return ip_address(address).version == 6
+        parsed = ip_address(address)
     except ValueError:
         return False
+    # ip_address takes any text for the zone, as in fe80::1%eth0.
+    return isinstance(parsed, IPv6Address) and (parsed.scope_id is None or bool(_USER.fullmatch(parsed.scope_id)))

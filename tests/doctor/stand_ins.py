@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 
 from ds_hybrid.doctor.facts import HostFacts, to_line
+from ds_hybrid.observe.nvlink import NotAvailable
 from ds_hybrid.topology.cluster import RankReport
 
 # Logs in as sshd does: a shell that knows nothing of this one.
 SSH = """#!/usr/bin/env bash
 echo "$*" >>{folder}/ssh.log
-while [[ $1 == -* ]]; do shift 2; done
-host=$1
-shift
+while [[ $1 != -- ]]; do shift 2; done
+host=$2
+shift 2
 [ ! -e "{folder}/$host.refusal" ] || {{ cat "{folder}/$host.refusal" >&2; exit 255; }}
 exec env -i HOME="$HOME" PATH=/usr/bin:/bin DOCTOR_HOST="$host" bash -c "$*"
 """
@@ -49,6 +50,7 @@ def made_facts(name: str = "w0", **changes: Any) -> HostFacts:
         devices=(),
         links_source="none (the accelerator is cpu)",
         reports=(RankReport(f"key of {name}", name),),
+        nvlink_use=NotAvailable("NVML sees no GPU"),
         gloo_interface=None,
         lock_pattern="/nowhere/*/lock",
         locks=(),

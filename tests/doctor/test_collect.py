@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import socket
 import subprocess
 import sys
@@ -12,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from ds_hybrid.doctor.collect import source_digest
+from ds_hybrid.doctor.collect import NVLINK_SECONDS, source_digest
 from ds_hybrid.doctor.facts import HostFacts, from_output
+from ds_hybrid.observe.nvlink import GpuUse, NotAvailable
 from ds_hybrid.topology.cluster import RankReport
 from ds_hybrid.topology.this_host import key_of_this_host, numa_node_of_this_process
 
@@ -103,3 +105,46 @@ def test_source_digest_changes_with_the_sources_alone(change: str, tmp_path: Pat
         (tmp_path / "sub").mkdir()
         (tmp_path / "sub" / "a.py").write_text("")
     assert source_digest(tmp_path) != before
+
+
+STAND_IN = Path(__file__).parents[1] / "observe" / "data" / "stand_in_nvml.c"
+# One H100 with two links that stand still, and a GPU without NVLink; see the head of STAND_IN.
+MACHINE = """\
+gpu GPU-0 0
+field 0 91 0 0 1 0 2
+link 0 0 0 1
+link 0 1 0 1
+field 0 164 0 0 1 0 26562
+field 0 164 1 0 1 0 26562
+field 0 138 -1 0 3 0 700
+field 0 139 -1 0 3 0 7
+gpu GPU-1 0
+"""
+
+
+def test_nvlink_use_over_the_window(tmp_path: Path) -> None:
+    """The real binding over a stand-in for the driver's library."""
+    pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed: pip install 'ds_hybrid[nvml]'")
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler (gcc or cc) on PATH")
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", tmp_path / "libnvidia-ml.so.1", STAND_IN], check=True)
+    (tmp_path / "machine.txt").write_text(MACHINE)
+    settings = {"LD_LIBRARY_PATH": str(tmp_path), "STAND_IN_NVML": str(tmp_path / "machine.txt")}
+    use = collected(**settings).nvlink_use
+    assert not isinstance(use, NotAvailable)
+    moved, none = use[0], use[1]
+    assert isinstance(moved, GpuUse)
+    assert moved.seconds is not None
+    assert moved == GpuUse("NVML", moved.seconds, 0.0, 0.0, 2 * 26.562e9)
+    assert moved.seconds >= NVLINK_SECONDS
+    assert none == NotAvailable("it has no NVLink")
+
+
+def test_no_nvlink_use_without_a_driver_or_with_a_broken_binding(tmp_path: Path) -> None:
+    for text, reason in (
+        ("raise ImportError", "nvidia-ml-py is not installed: pip install 'ds_hybrid[nvml]'"),
+        ("raise OSError('no library')", "OSError: no library"),
+    ):
+        (tmp_path / "pynvml.py").write_text(text)
+        assert collected(PYTHONPATH=str(tmp_path)).nvlink_use == NotAvailable(reason)

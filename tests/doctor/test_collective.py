@@ -92,20 +92,22 @@ def test_the_ranks_environment_is_a_launchers(stand_ins: StandIns) -> None:
 
 @pytest.mark.parametrize("is_stuck", [True, False])
 def test_what_the_ranks_leave_is_removed(is_stuck: bool, stand_ins: StandIns, tmp_path: Path) -> None:
-    old, new = tmp_path / "ext" / "fused_adam" / "lock", tmp_path / "ext" / OP_LOCK
-    for path in (old, new):
+    strangers = tmp_path / "ext" / "fused_adam" / "lock"
+    old, new = tmp_path / "ext" / "cpu_adam" / "lock", tmp_path / "ext" / OP_LOCK
+    for path in (old, new, strangers):
         path.parent.mkdir(parents=True)
     old.touch()
     pattern = str(tmp_path / "ext" / "*" / "lock")
     stand_ins.does(
         "rank",
         f"echo $MASTER_PORT >{tmp_path}/port; touch /dev/shm/deepspeed_allreduce_buffer_0_here_${{MASTER_PORT}}_0; "
-        + (f"exec 9>{new}; sleep 600" if is_stuck else "echo sum 3.0 to 3.0"),
+        + (f"touch {strangers}; exec 9>{new}; sleep 600" if is_stuck else "echo sum 3.0 to 3.0"),
     )
     host = made_facts(lock_pattern=pattern, locks=find_locks(pattern))
     assert run_collective(host, os.environ, time_limit=SLOW).result == ("failed" if is_stuck else "ok")
     assert buffers((tmp_path / "port").read_text().strip()) == []
-    assert (old.exists(), new.exists()) == (True, False)
+    # A new one that none of the ranks holds is another host's.
+    assert (old.exists(), new.exists(), strangers.exists()) == (True, False, is_stuck)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ import pytest
 
 from ds_hybrid.doctor.env_files import EnvFiles, parse_env_file, read_env_files
 
-RULE = "must be NAME=VALUE, no comment and no blank line: DeepSpeed fails there. Remove it."
+WRONG = "must be NAME=VALUE: DeepSpeed fails there, or hands it on as nonsense. Mend or remove it."
+COMMENT = "DeepSpeed fails at a comment or blank line; launch/run_hostfile.sh leaves it out. Remove it."
 
 
 @pytest.mark.parametrize(
@@ -24,27 +25,31 @@ RULE = "must be NAME=VALUE, no comment and no blank line: DeepSpeed fails there.
     ],
 )
 def test_variables(text: str, variables: dict[str, str]) -> None:
-    assert parse_env_file(text) == (variables, [])
+    assert parse_env_file(text) == (variables, [], [])
     # As deepspeed.launcher.runner.main has it.
     pairs = [line.split("=", maxsplit=1) for line in text.splitlines()]
     assert {name.strip(): value.strip() for name, value in pairs} == variables
 
 
 @pytest.mark.parametrize(
-    ("text", "lines"),
+    ("text", "wrong", "comments"),
     [
-        ("A=1\n\nB=2\n", ['line 2 = "" (F)']),
+        ("A=1\n\nB=2\n", [], ['line 2 = "" (F)']),
         (
-            "# to all hosts\nA=1\n  # and this=that\n",
-            ['line 1 = "# to all hosts" (F)', 'line 3 = "# and this=that" (F)'],
+            "# to all hosts\nA=1\n  # and this=that\n \t\n",
+            [],
+            ['line 1 = "# to all hosts" (F)', 'line 3 = "# and this=that" (F)', 'line 4 = "" (F)'],
         ),
-        ("A=1\nexport B=2\n", ['line 2 = "export B=2" (F)']),
-        ("A\n1A=2\n=3\n", ['line 1 = "A" (F)', 'line 2 = "1A=2" (F)', 'line 3 = "=3" (F)']),
+        ("A=1\nexport B=2\n", ['line 2 = "export B=2" (F)'], []),
+        ("A\n#\n1A=2\n=3\n", ['line 1 = "A" (F)', 'line 3 = "1A=2" (F)', 'line 4 = "=3" (F)'], ['line 2 = "#" (F)']),
     ],
 )
-def test_wrong_lines(text: str, lines: list[str]) -> None:
-    _, problems = parse_env_file(text)
-    assert [problem.line("F") for problem in problems] == [f"{line}: {RULE}" for line in lines]
+def test_lines_that_are_no_variables(text: str, wrong: list[str], comments: list[str]) -> None:
+    _, *found = parse_env_file(text)
+    assert [[problem.line("F") for problem in problems] for problems in found] == [
+        [f"{line}: {WRONG}" for line in wrong],
+        [f"{line}: {COMMENT}" for line in comments],
+    ]
 
 
 def test_the_files_are_deepspeeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,12 +60,13 @@ def test_the_files_are_deepspeeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(work)
     assert read_env_files({}, severity="error") == EnvFiles({}, ())
     (home / ".deepspeed_env").write_text("A=home\nB=home\n")
-    (work / ".deepspeed_env").write_text("A=work\n\n")
-    (work / "other").write_text("C=other\n#\n")
+    (work / ".deepspeed_env").write_text("A=work\n\nB\n")
+    (work / "other").write_text("C=other\nD\n")
     read = read_env_files({}, severity="error")
     assert read.variables == {"A": "work", "B": "home"}
     assert [(one.severity, one.check, one.message) for one in read.findings] == [
-        ("error", "env_file", f'line 2 = "" (.deepspeed_env): {RULE}')
+        ("error", "env_file", f'line 3 = "B" (.deepspeed_env): {WRONG}'),
+        ("warning", "env_file", f'line 2 = "" (.deepspeed_env): {COMMENT}'),
     ]
     for name in ("other", str(work / "other")):
         read = read_env_files({"DS_ENV_FILE": name}, severity="warning")
@@ -91,6 +97,24 @@ def test_what_another_host_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         }.items()
     )
     assert "OTHER" not in got
+
+
+def test_nothing_of_this_host_is_read_as_a_command_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / """a$(touch x)"b'`touch y`;c"""
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    here = {"PYTHONPATH": "$HOME/src", "PYTHONSTARTUP": '";touch z;"\n\\', "PYTHON;touch x;": "1"}
+    done = subprocess.run(
+        ["/bin/bash", "-c", EnvFiles({}, ()).exports(here) + "env -0"],
+        env={"PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    got = dict(item.split("=", maxsplit=1) for item in done.stdout.split("\0") if item)
+    assert (got["PYTHONPATH"], got["PYTHONSTARTUP"]) == (f"{folder}:$HOME/src", here["PYTHONSTARTUP"])
+    assert done.stderr == ""
+    assert list(folder.iterdir()) == []
 
 
 def test_what_a_rank_here_gets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,9 +5,16 @@ from __future__ import annotations
 import pytest
 
 from ds_hybrid.doctor.facts import Lock, NoFacts, from_output, to_line
+from ds_hybrid.observe.nvlink import GpuUse, NotAvailable
 from tests.doctor.stand_ins import made_facts, made_gpu_facts
 
-FACTS = made_gpu_facts("g0", [["X", "NV18"], ["NV18", "X"]], [0, 1], locks=(Lock("/ext/op/lock", "1:2", True),))
+FACTS = made_gpu_facts(
+    "g0",
+    [["X", "NV18"], ["NV18", "X"]],
+    [0, 1],
+    locks=(Lock("/ext/op/lock", "1:2", True),),
+    nvlink_use={0: GpuUse("NVML", 1.0, 5.0, 0.5, None), 1: NotAvailable("it has no NVLink")},
+)
 
 
 @pytest.mark.parametrize("facts", [FACTS, made_facts(failure="ImportError: no", accelerator=None, addresses=())])

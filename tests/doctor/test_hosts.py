@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 
 import pytest
@@ -64,7 +65,7 @@ def test_what_a_host_is_asked(stand_ins: StandIns) -> None:
     assert {f"PATH=/opt/bin:{os.environ['PATH']}", "DS_ACCELERATOR=cuda"} <= set(here)
     (login,) = stand_ins.logins
     # No port and no user: they are the ssh configuration's.
-    assert login.startswith("-o BatchMode=yes -o ConnectTimeout=10 w0 export ")
+    assert login.startswith("-o BatchMode=yes -o ConnectTimeout=10 -- w0 export ")
     assert login.endswith(f"cd {cwd} && {sys.executable} -m ds_hybrid.doctor.collect")
 
 
@@ -82,3 +83,14 @@ def test_no_ssh(stand_ins: StandIns, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = ask_hosts(["w0", "w1"])
     no_ssh = NoFacts(False, "there is no ssh on PATH here")
     assert (answers.here, answers.hosts) == (made_facts("here"), {"w0": no_ssh, "w1": no_ssh})
+
+
+def test_the_real_ssh_takes_no_name_for_an_option(stand_ins: StandIns) -> None:
+    """Should a name slip past the hostfile's check. As an option it would show the version of ssh, and succeed."""
+    (stand_ins.folder / "bin" / "ssh").unlink()
+    if shutil.which("ssh") is None:
+        pytest.skip("no ssh on PATH")
+    answer = ask_hosts(["-V"]).hosts["-V"]
+    assert isinstance(answer, NoFacts)
+    assert not answer.is_reachable
+    assert "OpenSSH" not in answer.reason

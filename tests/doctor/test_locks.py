@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 from torch.utils.file_baton import FileBaton
 
-from ds_hybrid.doctor.locks import find_locks, remove_new_locks
+from ds_hybrid.doctor.locks import find_locks, locks_held_by, remove_locks
 
 # Takes the lock as a build does; killed, it leaves the file.
 TAKE = """
@@ -42,18 +43,34 @@ def test_held_and_left(tmp_path: Path) -> None:
     assert [lock.path for lock in find_locks(pattern)] == [str(paths[1])]
 
 
-def test_a_new_file_has_another_identity_and_only_new_ones_that_nobody_holds_are_removed(tmp_path: Path) -> None:
+def test_locks_of_dead_processes_are_removed_and_no_others(tmp_path: Path) -> None:
+    """Those of strangers may be held on another host that shares the folder, where nobody here can look."""
     pattern = str(tmp_path / "*" / "lock")
-    old, new, held = (tmp_path / op / "lock" for op in ("a", "b", "c"))
-    for path in (old, new, held):
+    ours, held_here, held_elsewhere = (tmp_path / op / "lock" for op in ("a", "b", "c"))
+    for path in (ours, held_here, held_elsewhere):
         path.parent.mkdir()
-    old.touch()
-    before = find_locks(pattern)
-    new.touch()
-    with held.open("w"):
-        remove_new_locks(pattern, before)
-        assert [path.exists() for path in (old, new, held)] == [True, False, True]
-    old.rename(tmp_path / "moved")
-    old.touch()
-    remove_new_locks(pattern, before)
-    assert not old.exists()
+    held_elsewhere.touch()
+    with held_here.open("w"):
+        with subprocess.Popen(
+            [sys.executable, "-c", TAKE, str(ours)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as maker:
+            assert maker.stdout is not None
+            assert maker.stdout.readline() == "taken\n"
+            left = locks_held_by([maker.pid], pattern)
+            maker.kill()
+        assert [lock.path for lock in left] == [str(ours)]
+        remove_locks(left)
+        assert [path.exists() for path in (ours, held_here, held_elsewhere)] == [False, True, True]
+
+
+def test_a_lock_that_another_process_has_made_since_is_not_removed(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "lock"
+    path.parent.mkdir()
+    with path.open("w"):
+        left = locks_held_by([os.getpid()], str(path))
+    assert len(left) == 1
+    path.rename(tmp_path / "moved")
+    remove_locks(left)
+    path.touch()
+    remove_locks(left)
+    assert path.exists()

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import psutil
@@ -45,6 +46,17 @@ def test_what_is_late_is_killed_with_all_that_it_started(tmp_path: Path) -> None
     assert len(list(tmp_path.glob("*.pid"))) == 2
     psutil.wait_procs(children_of(tmp_path), timeout=LONG)
     assert not [process for process in children_of(tmp_path) if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_the_killed_are_told_before() -> None:
+    told: list[int] = []
+
+    def note(processes: Collection[int]) -> None:
+        told.extend(processes)
+        assert all(psutil.pid_exists(process) for process in processes)
+
+    (outcome,) = run_together([shell("echo $$; sleep 600 & echo $!; wait")], time_limit=SHORT, before_kill=note)
+    assert sorted(told) == sorted(map(int, outcome.output.split()))
 
 
 def test_one_failure_ends_those_that_depend_on_each_other() -> None:

@@ -14,11 +14,18 @@ from ds_hybrid.doctor.findings import Finding
 from ds_hybrid.doctor.groups import cluster_of, layout_of
 from ds_hybrid.doctor.report import Report, Topology, to_json
 from ds_hybrid.doctor.text import spans, to_text
+from ds_hybrid.observe.nvlink import GpuUse, NotAvailable
 from tests.doctor.stand_ins import made_facts, made_gpu_facts
 
 LINKS = [["X", "NV18", "SYS"], ["NV18", "X", "SYS"], ["SYS", "SYS", "X"]]
+USE = {
+    0: GpuUse("NVML", 1.04, 90e9, 45.5e9, 450e9),
+    1: GpuUse("NVML", 1.04, 0.0, 0.0, None),
+    2: NotAvailable("it has no NVLink"),
+    3: NotAvailable("it has no NVLink"),
+}
 HOSTS = {
-    "g0": made_gpu_facts("node-0", LINKS, [0, 0, 1]),
+    "g0": made_gpu_facts("node-0", LINKS, [0, 0, 1], nvlink_use=USE),
     "g1": replace(made_gpu_facts("node-1", LINKS, [0, 0, 1]), ninja=None, devices=("H200", "H200", "H100")),
     "gone": NoFacts(False, "Connection refused"),
 }
@@ -67,6 +74,12 @@ groups
   EP 2  ranks 3-4
   EP 3  ranks 6-7
 
+NVLink use
+  g0  GPU 0    90.00 GB/s sent, 45.50 GB/s received over 1.0 s, 20% of its links' speed
+  g0  GPU 1    0.00 GB/s sent, 0.00 GB/s received over 1.0 s
+  g0  GPU 2-3  not available: it has no NVLink
+  g1  -        not available: NVML sees no GPU
+
 collective
   skipped  needs 2 devices, and this host has 1
 
@@ -100,6 +113,9 @@ topology, links: none (the accelerator is cpu)
   island  host  joined by  ranks  devices  NUMA
   0       w0    host       0      -        ?
 
+NVLink use
+  w0  -  not available: NVML sees no GPU
+
 collective
   ok  2 ranks on cpu, gloo
 
@@ -115,6 +131,7 @@ def test_text(report: Report, text: str) -> None:
 def test_nobody_told_anything() -> None:
     text = to_text(replace(SMALL, hosts={"w0": NoFacts(True, "no")}))
     assert text.startswith("versions\n  unknown\n\nhosts\n")
+    assert "\n\nNVLink use\n  unknown\n\n" in text
 
 
 @pytest.mark.parametrize(
@@ -139,6 +156,14 @@ def test_json() -> None:
     ]
     facts = report["hosts"][1]["facts"]
     assert (facts["host_name"], facts["ninja"], facts["devices"]) == ("node-1", None, ["H200", "H200", "H100"])
+    assert facts["nvlink_use"] == {"reason": "NVML sees no GPU"}
+    assert report["hosts"][0]["facts"]["nvlink_use"]["0"] == {
+        "source": "NVML",
+        "seconds": 1.04,
+        "sent": 90e9,
+        "received": 45.5e9,
+        "peak": 450e9,
+    }
     assert facts["reports"][2]["links"] == ["SYS", "SYS", "X"]
     assert report["topology"]["source"] == "NVML"
     assert report["topology"]["islands"][3] == {"host": "g1", "ranks": [5], "joined_by": "NVLink"}

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from deepspeed.launcher.runner import EXPORT_ENVS
 from train import parse_options
 
 from tests.launch.fakes import BIN, LAUNCH, ROOT, DryRun, FakeCluster
@@ -21,7 +22,7 @@ USUAL = {"MASTER_PORT": "29611", "OMP_NUM_THREADS": "2", "TORCH_EXTENSIONS_DIR":
 OPEN_MPI = {"MPIRUN": "bin/mpirun"}
 
 
-@pytest.mark.parametrize("name", [*SCRIPTS, "nodes.sh", "session.sh"])
+@pytest.mark.parametrize("name", [*SCRIPTS, "nodes.sh", "session.sh", "run_local.sh", "cpu_op.sh"])
 def test_the_scripts_are_sound(name: str) -> None:
     subprocess.run(["bash", "-n", LAUNCH / name], check=True)
     shellcheck = shutil.which("shellcheck", path=f"{BIN}:{os.environ['PATH']}")
@@ -159,11 +160,11 @@ def test_threads_are_the_seven_cores_over_the_ranks_of_a_host(cluster: FakeClust
 
 
 def test_the_user_s_environment_files_are_kept_and_count_more(cluster: FakeCluster) -> None:
-    texts = {"home/.deepspeed_env": "# mine\n\nA=home\nB=home\n", ".deepspeed_env": "B=here=1\nPATH=/mine"}
+    texts = {"home/.deepspeed_env": "# mine\n\nA=home\nB=home\n", ".deepspeed_env": " B = here=1\nPATH=/mine"}
     for name, text in texts.items():
         (cluster.folder / name).write_text(text)
     assert cluster.start("run_hostfile.sh").returncode == 0
-    assert cluster.records()[0]["env_file"].splitlines()[-4:] == ["A=home", "B=home", "B=here=1", "PATH=/mine"]
+    assert cluster.records()[0]["env_file"].splitlines()[-3:] == ["A=home", "B=here=1", "PATH=/mine"]
     assert {name: (cluster.folder / name).read_text() for name in texts} == texts
 
     (cluster.folder / "other").write_text("C=1\n")
@@ -262,7 +263,37 @@ MISTAKES = [
     ("run_hostfile.sh", {"NCCL_X": "a$b"}, 'NCCL_X = a$b: the shells of the hosts would change it. Leave out ", $, `'),
     ("run_hostfile.sh", {"NCCL_X": "a b", **OPENMPI}, "NCCL_X = a b: would arrive with quotes around it. Use letters,"),
     ("run_hostfile.sh", {"SCRIPT": "a b.py"}, "'a b.py': pdsh takes no path with blanks. Move it, or use LAUNCHER="),
-    ("run_hostfile.sh", {"DS_ENV_FILE": "bad"}, "./bad: line 2: 'export A' must be NAME=VALUE."),
+    (
+        "run_hostfile.sh",
+        {"NCCL_X": "a%nb"},
+        "NCCL_X = a%nb: pdsh would change it, as it rewrites %h, %n, %u and %%. Leave",
+    ),
+    (
+        "run_hostfile.sh",
+        {"PYTHONX": "a%hb"},
+        "PYTHONX = a%hb: pdsh would change it, as it rewrites %h, %n, %u and %%. Leave",
+    ),
+    (
+        "run_hostfile.sh",
+        {"PYTHONX": "$(a)"},
+        'PYTHONX = $(a): the shells of the hosts would change it. Leave out ", $, `',
+    ),
+    (
+        "run_hostfile.sh",
+        {"DS_ENV_FILE": "percent"},
+        "MINE = %u: pdsh would change it, as it rewrites %h, %n, %u and %%.",
+    ),
+    (
+        "run_hostfile.sh",
+        {"MASTER_PORT": "0 .*"},
+        "MASTER_PORT = 0 .*: must be a whole number from 1 to 65535. Leave it",
+    ),
+    (
+        "run_hostfile.sh",
+        {"MASTER_PORT": "70000"},
+        "MASTER_PORT = 70000: must be a whole number from 1 to 65535. Leave it",
+    ),
+    ("run_mpi.sh", {"MASTER_PORT": "29500'"}, "MASTER_PORT = 29500': must be a whole number from 1 to 65535. Leave it"),
     ("run_mpi.sh", {"HOSTFILE": "missing"}, "HOSTFILE = missing: no such file. Write one line for each host, "),
     ("run_mpi.sh", {"HOSTFILE": ""}, "NUM_RANKS = : must be a whole number of at least 1, unless there is a HOSTFILE."),
     ("run_mpi.sh", {"NUM_RANKS": "4"}, "NUM_RANKS = 4: hosts has 3 slots. Give it more, or run fewer ranks."),
@@ -280,13 +311,56 @@ MISTAKES = [
 def test_a_mistake_is_told_and_nothing_runs(
     cluster: FakeCluster, script: str, settings: dict[str, str], message: str
 ) -> None:
-    (cluster.folder / "bad").write_text("A=1\nexport A\n")
+    (cluster.folder / "percent").write_text("MINE=%u\n")
     (cluster.folder / "a b.py").touch()
     slurm = SLURM if script == "run_slurm.sbatch" else {}
     told = cluster.start(script, **{**slurm, **settings})
     assert (told.returncode, told.stdout) == (2, "")
     assert told.stderr.startswith(f"launch/{script}: {message}")
     assert not cluster.records()
+
+
+def test_wrong_lines_of_an_environment_file_are_told(cluster: FakeCluster) -> None:
+    """In the words of ds_hybrid doctor, which reads it the same way."""
+    (cluster.folder / "bad").write_text("A=1\n# fine here\nexport A\n\n1B=2\n")
+    told = cluster.start("run_hostfile.sh", DS_ENV_FILE="bad")
+    rule = "must be NAME=VALUE: DeepSpeed fails there, or hands it on as nonsense. Mend or remove it."
+    assert (told.returncode, told.stdout) == (2, "")
+    assert told.stderr.splitlines() == [f'line 3 = "export A" (bad): {rule}', f'line 5 = "1B=2" (bad): {rule}']
+    assert not cluster.records()
+
+
+@pytest.mark.parametrize("argument", ["%n", "a%h", "%u%m", "a%%b"])
+def test_pdsh_refuses_an_argument_that_it_would_rewrite(cluster: FakeCluster, argument: str) -> None:
+    told = cluster.start("run_hostfile.sh", argument)
+    assert told.returncode == 2
+    assert told.stderr == (
+        f"launch/run_hostfile.sh: '{argument}': pdsh would change it, as it rewrites %h, %n, %u and %%. "
+        "Leave them out, or use LAUNCHER=openmpi.\n"
+    )
+    assert not cluster.records()
+    assert cluster.start("run_hostfile.sh", argument, LAUNCHER="openmpi", INTERFACE="ib0").returncode == 0
+    assert cluster.records()[0]["argv"][-1] == argument
+
+
+def test_pdsh_itself_rewrites_just_that(cluster: FakeCluster) -> None:
+    """The real one, over an ssh that tells what it is to run."""
+    (cluster.bin / "pdsh").unlink()
+    pdsh = shutil.which("pdsh")
+    if pdsh is None:
+        pytest.skip("no pdsh on PATH")
+    cluster.program("bin/ssh", '#!/bin/sh\nfor word; do :; done; echo "$word"\n')
+    environment = {**cluster.environment(), "PDSH_RCMD_TYPE": "ssh"}
+    done = subprocess.run(
+        [pdsh, "-w", "w0", "%h %n %% %m %Y 100%"], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "w0: w0 0 % %m %Y 100%\n"
+    assert cluster.start("run_hostfile.sh", "--dry_run", "%m%Y", "100%").returncode == 0
+
+
+def test_deepspeed_hands_on_what_run_hostfile_checks() -> None:
+    assert EXPORT_ENVS == ["MLFLOW", "PYTHON", "MV2", "UCX"]
+    assert "'^(MLFLOW|PYTHON|MV2|UCX)'" in (LAUNCH / "run_hostfile.sh").read_text()
 
 
 @pytest.mark.parametrize("argument", ["", "$HOME", "*.json", "it's", "a;b", "{x}", "a\nb", "a\tb"])

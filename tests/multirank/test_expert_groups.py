@@ -81,8 +81,8 @@ def test_a_process_keeps_its_groups(four_ranks: RankPool) -> None:
 
 
 NOT_OURS = (
-    "ds_hybrid.topology.expert_groups = [[0, 2], [1, 3]]: not available with tensor or sequence parallelism, an mpu or a "
-    'mesh: DeepSpeed makes the groups then. Set it to "auto".'
+    "ds_hybrid.topology.expert_groups = [[0, 2], [1, 3]]: not available with tensor or sequence parallelism, an mpu or "
+    'a mesh: DeepSpeed makes the groups then. Set it to "auto".'
 )
 ONE_SIZE = (
     "ds_hybrid.topology.expert_groups = [[0, 2], [1, 3]]: needs experts in groups of one size above 1, the model has "

@@ -248,3 +248,30 @@ def test_a_binding_that_is_too_old(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "pynvml", ModuleType("pynvml"))
     monkeypatch.setenv("PATH", str(tmp_path))
     assert read_gpus(sysfs=tmp_path) == HostGpus(f"none (NVML: the installed pynvml is too old; {_NO_PROGRAM})")
+
+
+@pytest.mark.parametrize("error", [OSError("libnvidia-ml.so.1: bad ELF"), AttributeError("no such function")])
+@pytest.mark.parametrize("function", ["nvmlInit", "nvmlDeviceGetCount", "nvmlShutdown"])
+def test_a_binding_that_raises_what_it_likes(
+    function: str, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> None:
+        raise error
+
+    binding = ModuleType("pynvml")
+    for name in ("nvmlInit", "nvmlDeviceGetNvLinkRemoteDeviceType", "nvmlShutdown"):
+        setattr(binding, name, lambda: None)
+    binding.nvmlDeviceGetCount = lambda: 0  # type: ignore[attr-defined]
+    setattr(binding, function, broken)
+    monkeypatch.setitem(sys.modules, "pynvml", binding)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    reason = f"{type(error).__name__}: {error}"
+    assert read_gpus(sysfs=tmp_path) == HostGpus(f"none (NVML: {reason}; {_NO_PROGRAM})")
+
+
+def test_a_binding_that_does_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pynvml.py").write_text("raise OSError('no library')")
+    monkeypatch.delitem(sys.modules, "pynvml", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert read_gpus(sysfs=tmp_path) == HostGpus(f"none (NVML: OSError: no library; {_NO_PROGRAM})")

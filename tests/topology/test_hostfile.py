@@ -42,6 +42,7 @@ def test_files_that_deepspeed_accepts_rightly(file: str, hosts: dict[str, int], 
 
 MUST_BE = 'must be NAME slots=NUMBER, a whole number and no blanks around "=". Write, say: '
 COLON = "must be NAME slots=NUMBER; the colon is Horovod's and MPICH's. Write: "
+NO_USER = 'is no name of a user. Write letters, digits, ".", "-" and "_", or put it in the ssh config.'
 IGNORES = "Write NAME slots=NUMBER alone."
 
 
@@ -94,6 +95,11 @@ def test_files_with_problems(file: str, problems: list[str]) -> None:
             HostSlots("fd00::1", 2),
             '--include and --exclude cannot name it, as ":" parts host and slots there. Write a name.',
         ),
+        (
+            "fe80::1%eth0 slots=2",
+            HostSlots("fe80::1%eth0", 2),
+            '--include and --exclude cannot name it, as ":" parts host and slots there. Write a name.',
+        ),
         ("w0 slots=4 max_slots=8", HostSlots("w0", 4), "DeepSpeed ignores Open MPI's max_slots. Remove it."),
         ("w0 slots=4 max-slots=8 # x", HostSlots("w0", 4), "DeepSpeed ignores Open MPI's max_slots. Remove it."),
     ],
@@ -129,6 +135,12 @@ def test_lines_that_count(line: str, host: HostSlots, rule: str | None) -> None:
         ("slots=4", '"slots=4" is no name of a host. Write letters, digits, ".", "-" and "_".'),
         ("w0; slots=4", '"w0;" is no name of a host. Write letters, digits, ".", "-" and "_".'),
         ("me@ slots=4", '"me@" is no name of a host. Write letters, digits, ".", "-" and "_".'),
+        ("-oProxyCommand=x@w0 slots=2", f'"-oProxyCommand=x" {NO_USER}'),
+        ("a;b@w0 slots=2", f'"a;b" {NO_USER}'),
+        ("a@b@w0 slots=2", f'"a@b" {NO_USER}'),
+        ("@w0 slots=2", f'"" {NO_USER}'),
+        ("-w0 slots=2", '"-w0" is no name of a host. Write letters, digits, ".", "-" and "_".'),
+        ("fe80::1%$(x) slots=2", '"fe80::1%$(x)" is no name of a host. Write letters, digits, ".", "-" and "_".'),
         ("w0 slots=0", "a host without ranks. Give it at least one slot, or remove the line."),
     ],
 )

@@ -88,9 +88,9 @@ def test_a_model_without_experts_trains_like_deepspeeds(two_ranks: RankPool) -> 
         ("a typo on rank 1", 'rank 1: zero_optimisation (ds_config): unknown key. Did you mean "zero_optimization"?'),
         (
             "another model on rank 1",
-            "model.layers.0.mlp: ranks 0 and 1 differ: two_stage (guard True), 8 experts, top-3, hidden size 32 and "
-            "two_stage (guard True), 8 experts, top-2, hidden size 32. Give every host the same ds_config and the same "
-            "model.",
+            "model.layers.0.mlp: ranks 0 and 1 differ: two_stage (guard True, auto on the wire), 8 experts, top-3, "
+            "hidden size 32 and two_stage (guard True, auto on the wire), 8 experts, top-2, hidden size 32. Give every "
+            "host the same ds_config and the same model.",
         ),
     ],
 )

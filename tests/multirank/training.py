@@ -218,7 +218,7 @@ def all_experts(local: Tensor, group: Any) -> Tensor:
 def all_parts(local: Tensor, group: Any, dim: int) -> Tensor:
     """What every rank of the group has, joined along ``dim`` in rank order."""
     parts: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(parts, local, group=group)
+    dist.all_gather_object(parts, local.detach(), group=group)  # a parameter has marks that do not travel
     return torch.cat(parts, dim)
 
 

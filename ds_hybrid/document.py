@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ds_hybrid import deepspeed_keys
 from ds_hybrid.errors import ConfigError
-from ds_hybrid.problems import Problem, model_problems, unknown_key, value_at
+from ds_hybrid.problems import Problem, model_problems, read_text, unknown_key, value_at
 
 OUR_KEYS = frozenset({"$schema", "ds_hybrid"})
 """The top-level keys that are not DeepSpeed's."""
@@ -114,14 +114,10 @@ def read_document(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
         return dict(pairs)
 
     try:
-        document = hjson.loads(Path(source).read_text(encoding="utf-8"), object_pairs_hook=unique)
+        document = hjson.loads(read_text(source, ConfigError), object_pairs_hook=unique)
     except hjson.HjsonDecodeError as error:
         reason = str(error).rpartition(": line ")[0]
         raise ConfigError(f"{source}: line {error.lineno}, column {error.colno}: {reason}.") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{source}: byte {error.start} is not UTF-8. Save the file as UTF-8.") from None
-    except OSError as error:
-        raise ConfigError(f"{source}: {error.strerror}. Check the path.") from None
     if repeated:
         raise ConfigError(*(f"{key} ({source}): given twice in one object. Keep one." for key in repeated))
     if not isinstance(document, dict):

@@ -9,9 +9,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, Final
 
 from pydantic import BaseModel, ValidationError
+
+from ds_hybrid.errors import HybridError
 
 ABSENT: Final = object()
 """Stands for a key that the file does not have; ``None`` is JSON's null."""
@@ -154,3 +157,17 @@ def _words(schema: Mapping[str, Any]) -> list[str]:
 def _either(texts: Sequence[str]) -> str:
     *first, last = texts
     return f"{', '.join(first)} or {last}" if first else last
+
+
+def read_text(path: str | Path, error: type[HybridError]) -> str:
+    """The text of a file that a user names.
+
+    Raises:
+        error: the file is missing or unreadable, or not UTF-8.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as problem:
+        raise error(f"{path}: byte {problem.start} is not UTF-8. Save the file as UTF-8.") from None
+    except OSError as problem:
+        raise error(f"{path}: {problem.strerror}. Check the path.") from None

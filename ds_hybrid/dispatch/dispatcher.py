@@ -17,7 +17,7 @@ from ds_hybrid.dispatch.demand import DemandTotal, demand_of
 from ds_hybrid.dispatch.guard import CallFacts, check_agreement, facts_of_call
 from ds_hybrid.dispatch.meter import crossing, is_recomputing
 from ds_hybrid.dispatch.modes import Mode, WireDtype
-from ds_hybrid.dispatch.routing import Routing
+from ds_hybrid.dispatch.routing import Routing, ranks_needed
 from ds_hybrid.dispatch.rows import RowMap, group_by_slot
 from ds_hybrid.dispatch.steps import Steps
 from ds_hybrid.errors import DispatchError
@@ -176,13 +176,14 @@ class Dispatcher(ABC, Generic[PlanT]):
 
         A forward that activation checkpointing repeats has been noted already.
         """
-        nodes = self.constant(self.node_of_rank, rank_of_choice.device) if self.node_of_rank else None
-        demand = demand_of(rank_of_choice, num_ranks=self.group.size, node_of_rank=nodes)
         if not is_recomputing():
             self.group.meter.add_tokens(len(rank_of_choice))
             if self.watch is not None:
+                nodes = self.constant(self.node_of_rank, rank_of_choice.device) if self.node_of_rank else None
+                demand = demand_of(rank_of_choice, num_ranks=self.group.size, node_of_rank=nodes)
                 self.watch.add(demand, num_tokens=len(rank_of_choice))
-        return demand.rows.sum() - demand.rows[self.group.rank]
+        needed = ranks_needed(rank_of_choice, self.group.size)
+        return needed.sum() - needed[:, self.group.rank].sum()
 
     def crossing(self, rows: Tensor, plan: Plan) -> Tensor:
         """Note on the meter that ``rows`` cross to the experts or back."""

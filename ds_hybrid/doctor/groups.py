@@ -12,7 +12,7 @@ from ds_hybrid.document import count_at, experts_are_parallel
 from ds_hybrid.errors import ConfigError
 from ds_hybrid.problems import show
 from ds_hybrid.topology.cluster import Cluster, RankReport
-from ds_hybrid.topology.layout import Layout, plan_layout
+from ds_hybrid.topology.layout import Layout, consecutive_groups, plan_layout
 
 _KEY = "ds_hybrid.topology.expert_groups"
 
@@ -64,7 +64,7 @@ def layout_of(cluster: Cluster, document: Mapping[str, Any], config: HybridConfi
                 f"{_KEY} = {show(groups)}: not available with tensor or sequence parallelism: DeepSpeed makes the "
                 'groups then. Set it to "auto".'
             )
-        groups = tuple(tuple(range(first, first + ep_size)) for first in range(0, num_ranks, ep_size))
+        groups = consecutive_groups(num_ranks, ep_size)
     layout = plan_layout(cluster, world_size=num_ranks, tp_size=tp_size, ep_size=ep_size, expert_groups=groups)
     if maker is None:
         return layout

@@ -14,7 +14,7 @@ from ds_hybrid.errors import ConfigError
 from ds_hybrid.moe.layer import MoE
 from ds_hybrid.problems import show
 from ds_hybrid.topology.cluster import Cluster
-from ds_hybrid.topology.layout import Layout, plan_layout
+from ds_hybrid.topology.layout import Layout, consecutive_groups, plan_layout
 
 _KEY = "ds_hybrid.topology.expert_groups"
 
@@ -93,9 +93,8 @@ def _of_folding(sizes: Sequence[int], tp_size: int, cluster: Cluster) -> ExpertL
     warnings: list[str] = []
     for size in sizes:
         layout = plan_layout(cluster, world_size=cluster.num_ranks, tp_size=tp_size, ep_size=size, expert_axis="tp")
-        consecutive = tuple(tuple(range(first, first + size)) for first in range(0, cluster.num_ranks, size))
         warnings += layout.warnings
-        if layout.ep_groups != consecutive:
+        if layout.ep_groups != consecutive_groups(cluster.num_ranks, size):
             warnings.append(
                 f"expert_parallel.autoep_size = {size}: the links put {show(layout.ep_groups)} together, and "
                 "DeepSpeed's folding takes consecutive ranks. Give the ranks their devices in another order."

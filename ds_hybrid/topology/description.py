@@ -27,7 +27,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, Strict
 
 from ds_hybrid.errors import TopologyError
-from ds_hybrid.problems import ABSENT, Problem, did_you_mean, model_problems
+from ds_hybrid.problems import ABSENT, Problem, did_you_mean, model_problems, read_text
 from ds_hybrid.topology.cluster import Cluster, Host
 from ds_hybrid.topology.links import NETWORK, PCIE_KINDS, SELF, UNKNOWN, LinkSpeed, is_link_kind
 
@@ -67,13 +67,7 @@ def read_cluster(path: str | Path) -> Cluster:
     Raises:
         TopologyError: the file cannot be read; or one line for each problem: key, value, rule.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise TopologyError(f"{path}: byte {error.start} is not UTF-8. Save the file as UTF-8.") from None
-    except OSError as error:
-        raise TopologyError(f"{path}: {error.strerror}. Check the path.") from None
-    return parse_cluster(text, name=str(path))
+    return parse_cluster(read_text(path, TopologyError), name=str(path))
 
 
 def parse_cluster(text: str, *, name: str) -> Cluster:

@@ -13,7 +13,7 @@ from ipaddress import IPv6Address, ip_address
 from pathlib import Path
 
 from ds_hybrid.errors import TopologyError
-from ds_hybrid.problems import Problem
+from ds_hybrid.problems import Problem, read_text
 
 _ENTRY = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>[0-9]+)\s*(?P<rest>.*)", re.ASCII)
 _MAX_SLOTS = re.compile(r"max[_-]slots=[0-9]+", re.ASCII)
@@ -46,13 +46,7 @@ def read_hostfile(path: str | Path) -> Hostfile:
     Raises:
         TopologyError: with one line for each problem of the file.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise TopologyError(f"{path}: byte {error.start} is not UTF-8. Save the file as UTF-8.") from None
-    except OSError as error:
-        raise TopologyError(f"{path}: {error.strerror}. Check the path.") from None
-    return parse_hostfile(text, name=str(path))
+    return parse_hostfile(read_text(path, TopologyError), name=str(path))
 
 
 def parse_hostfile(text: str, *, name: str) -> Hostfile:

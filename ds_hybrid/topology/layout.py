@@ -88,7 +88,7 @@ def plan_layout(
         TopologyError: a size does not divide, the cluster has other ranks, or ``expert_groups`` is no partition.
     """
     _check_sizes(cluster, world_size, tp_size, ep_size)
-    tp_groups = tuple(tuple(range(first, first + tp_size)) for first in range(0, world_size, tp_size))
+    tp_groups = consecutive_groups(world_size, tp_size)
     if expert_groups is not None:
         _check_partition(expert_groups, world_size, ep_size)
         ep_groups, origin = _ascending(expert_groups), "as ds_hybrid.topology.expert_groups says"
@@ -112,6 +112,11 @@ def plan_layout(
         ),
         warnings=(*_tp_warnings(cluster, tp_groups), *_share_warnings(cluster, ep_groups, hierarchies)),
     )
+
+
+def consecutive_groups(world_size: int, size: int) -> Groups:
+    """The groups that DeepSpeed makes by itself: runs of ``size`` ranks, which divides ``world_size``."""
+    return tuple(tuple(range(first, first + size)) for first in range(0, world_size, size))
 
 
 def _check_sizes(cluster: Cluster, world_size: int, tp_size: int, ep_size: int) -> None:
@@ -238,10 +243,7 @@ def _tp_warnings(cluster: Cluster, tp_groups: Groups) -> Iterator[str]:
         fitting = [
             divisor
             for divisor in _divisors(cluster.num_ranks)
-            if all(
-                _in_island(tuple(range(first, first + divisor)), cluster)
-                for first in range(0, cluster.num_ranks, divisor)
-            )
+            if all(_in_island(group, cluster) for group in consecutive_groups(cluster.num_ranks, divisor))
         ]
         yield (
             f"tensor_parallel.autotp_size = {size}: TP groups are consecutive ranks, and {show(apart)} leave their "

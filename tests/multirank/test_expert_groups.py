@@ -17,15 +17,17 @@ import ds_hybrid
 from ds_hybrid.errors import ConfigError, HybridError
 from ds_hybrid.topology import probe
 from tests.multirank import explicit
-from tests.multirank.test_presets import LOSS_TOLERANCE, NORM_TOLERANCE, PARAMETER_TOLERANCE, Comparison
+from tests.multirank.test_presets import (
+    LOSS_TOLERANCE,
+    NORM_TOLERANCE,
+    PARAMETER_TOLERANCE,
+    Comparison,
+    compare_with_plain,
+)
 from tests.multirank.training import (
     PLANS,
     Run,
-    initial_parameters,
-    largest_difference,
     train_hybrid,
-    train_plain,
-    worst_parameter,
 )
 from tests.ranks import RankPool
 
@@ -143,11 +145,7 @@ def compare(run: Run, groups: Groups | str, host_of_rank: list[int]) -> tuple[Gr
     with other_groups(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(probe, "key_of_this_host", lambda: f"host {host_of_rank[dist.get_rank()]}")
         trained = train_hybrid(replace(run, expert_groups=groups), note)
-    reference = train_plain(run, dist.get_world_size())
-    error, name = worst_parameter(trained, reference, initial_parameters(run))
-    losses = largest_difference(trained.losses, reference.losses)
-    norms = largest_difference(trained.norms, reference.norms) if run.clip else 0.0
-    return found[0], Comparison(losses, error, name, norms)
+    return found[0], compare_with_plain(trained, run)
 
 
 @contextmanager

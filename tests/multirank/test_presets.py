@@ -21,6 +21,7 @@ from ds_hybrid.placement import ExpertPlacement
 from ds_hybrid.topology import probe
 from tests.multirank.models import CONFIGS, VOCABULARY, is_known, make_model
 from tests.multirank.training import (
+    Outcome,
     Run,
     all_experts,
     batch,
@@ -43,7 +44,7 @@ PARAMETER_TOLERANCE = 2e-3
 
 @dataclass(frozen=True)
 class Comparison:
-    """Largest loss difference, worst parameter and largest norm difference against the plain model."""
+    """Against the plain model: the largest loss difference, the worst parameter and the largest norm difference."""
 
     loss_error: float
     parameter_error: float
@@ -206,8 +207,11 @@ def assert_equal(pool: RankPool, run: Run) -> None:
 
 
 def compare(run: Run, spoilt: bool = False) -> Comparison:
+    return compare_with_plain(train_hybrid(run, spoil if spoilt else None), run)
+
+
+def compare_with_plain(trained: Outcome, run: Run) -> Comparison:
     reference = train_plain(run, dist.get_world_size())
-    trained = train_hybrid(run, spoil if spoilt else None)
     error, name = worst_parameter(trained, reference, initial_parameters(run))
     return Comparison(
         loss_error=largest_difference(trained.losses, reference.losses),

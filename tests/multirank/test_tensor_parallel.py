@@ -8,7 +8,7 @@ tensor-parallel groups is fixed for a process, so every size has ranks of its ow
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from typing import Any
@@ -27,6 +27,7 @@ from ds_hybrid.engine import engine as engine_module
 from ds_hybrid.errors import ConfigError
 from ds_hybrid.topology import probe
 from tests.multirank.models import CONFIGS, VOCABULARY, is_known, make_model
+from tests.multirank.test_presets import Comparison
 from tests.multirank.training import (
     PLANS,
     Outcome,
@@ -77,16 +78,6 @@ def eight_ranks() -> Iterator[RankPool]:
     pool = RankPool(8)
     yield pool
     pool.close()
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """How far a run is from the plain model."""
-
-    loss_error: float
-    parameter_error: float
-    parameter: str
-    norm_error: float
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.1])

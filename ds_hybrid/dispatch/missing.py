@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from ds_hybrid.dispatch.collectives import RankGroup
 from ds_hybrid.errors import DispatchError
 
 _GRACE_SECONDS = 3.0
+_STORE_SECONDS = 5.0
 
 
 def explained(error: RuntimeError, group: RankGroup, *, layer: str) -> DispatchError:
@@ -20,10 +22,11 @@ def explained(error: RuntimeError, group: RankGroup, *, layer: str) -> DispatchE
     none after a while did not come.
     """
     ranks = dist.get_process_group_ranks(group.process_group)
-    try:
-        missing = _ranks_without_note(ranks, layer)
-    except RuntimeError:  # the rank that keeps the store is gone too
-        missing = []
+    missing: list[int] = []
+    # In a thread that nobody waits for: a store on a host that has fallen silent never answers.
+    asking = threading.Thread(target=_find_ranks_without_note, args=(ranks, layer, missing), daemon=True)
+    asking.start()
+    asking.join(_GRACE_SECONDS + _STORE_SECONDS)
     which = f"ranks {', '.join(map(str, missing))}" if missing else "some ranks"
     return DispatchError(
         f"{layer}: {which} of the expert-parallel group {ranks} did not come to its exchange. Every rank must call the "
@@ -31,11 +34,15 @@ def explained(error: RuntimeError, group: RankGroup, *, layer: str) -> DispatchE
     )
 
 
-def _ranks_without_note(ranks: list[int], layer: str) -> list[int]:
+def _find_ranks_without_note(ranks: list[int], layer: str, missing: list[int]) -> None:
+    """Leave a note, and put into ``missing`` who leaves none; nobody where the store is gone."""
     store = distributed_c10d._get_default_store()
     keys = {rank: f"ds_hybrid/{layer}/failed at rank {rank}" for rank in ranks}
-    store.set(keys[dist.get_rank()], "")
-    deadline = time.monotonic() + _GRACE_SECONDS
-    while (missing := [rank for rank in ranks if not store.check([keys[rank]])]) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return missing
+    try:
+        store.set(keys[dist.get_rank()], "")
+        deadline = time.monotonic() + _GRACE_SECONDS
+        while (without := [rank for rank in ranks if not store.check([keys[rank]])]) and time.monotonic() < deadline:
+            time.sleep(0.1)
+    except RuntimeError:  # the rank that keeps it has ended
+        return
+    missing.extend(without)

@@ -10,6 +10,14 @@ from functools import partial
 from typing import Any
 
 import torch
+from deepspeed.checkpoint.autoep_affine import autoep_placement_to_affine_map, make_autoep_placement_descriptor
+from deepspeed.checkpoint.constants import (
+    AFFINE_MAP,
+    AUTOEP_EXPERT_PLACEMENT,
+    AUTOEP_PARAM_LOCAL_EXPERTS,
+    AUTOEP_PARAM_LOGICAL_SHAPE,
+    DS_AUTOEP_UC_META,
+)
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from torch import Tensor
 
@@ -98,6 +106,22 @@ class HybridAutoEPLayer(AutoEPMoELayer):
             guard=self._dispatch_config.guard,
             cut_by_nodes=self._cut_by_nodes,
         )
+
+    def place(self, placement: ExpertPlacement) -> None:
+        """Find the experts where ``placement`` has them, and let DeepSpeed's checkpoints say so. Moves nothing."""
+        self.placement = placement
+        of_rank = placement.expert_of_slot.tolist()
+        self.expert_placement_descriptor = make_autoep_placement_descriptor(self.num_experts, of_rank)
+        for parameter in self.experts.parameters():
+            metadata = getattr(parameter, DS_AUTOEP_UC_META)
+            shape = metadata[AUTOEP_PARAM_LOGICAL_SHAPE]
+            affine_map = autoep_placement_to_affine_map(self.expert_placement_descriptor, shape)
+            described = {
+                AUTOEP_EXPERT_PLACEMENT: self.expert_placement_descriptor,
+                AFFINE_MAP: affine_map.to_dict(),
+                AUTOEP_PARAM_LOCAL_EXPERTS: of_rank[self.ep_rank],
+            }
+            setattr(parameter, DS_AUTOEP_UC_META, {**metadata, **described})
 
     @property
     def dispatcher(self) -> Dispatcher[Any]:

@@ -183,6 +183,10 @@ class MoE(DeepSpeedMoE):
         """Which rank and slot holds which expert."""
         return self.deepspeed_moe.placement
 
+    def place(self, placement: ExpertPlacement) -> None:
+        """Find the experts where ``placement`` has them. Moves nothing."""
+        self.deepspeed_moe.placement = placement
+
     @property
     def switch(self) -> DispatchSwitch:
         """The dispatcher, and the others that mode ``auto`` may take, once the layer has its expert-parallel group."""

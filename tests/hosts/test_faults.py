@@ -82,4 +82,6 @@ def test_a_fault_ends_the_run_on_the_hosts_that_are_left(
         assert code not in (0, 130), told
         assert re.search(message, told), told
         assert [process for host in clean_hosts for process in lab.left(host)] == []
-        assert [process for host in hosts_without_ranks for process in lab.left(host, of="train.py")] == []
+        assert [
+            process for host in hosts_without_ranks for process in lab.left(host, of="train.py", seconds=ENDS_WITHIN)
+        ] == []

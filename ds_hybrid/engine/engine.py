@@ -41,7 +41,7 @@ from ds_hybrid.engine.groups import (
     limit_waiting,
     use_expert_groups,
 )
-from ds_hybrid.engine.moe_stats import take_stats
+from ds_hybrid.engine.moe_stats import StatsReader
 from ds_hybrid.engine.parameter_groups import split_groups, split_optimizer
 from ds_hybrid.engine.router_logits import record_router_logits, router_recorders_hidden
 from ds_hybrid.engine.tensor_parallel import refuse_empty_shards, sum_gradients_of_blocks
@@ -74,6 +74,7 @@ class MoEEngine(DeepSpeedEngine):
         self._cut_by_nodes = NodeCutter(cluster)
         super().__init__(**kwargs)
         layers = list(self.moe_layers_by_name().values())
+        self._stats = StatsReader(layers)
         self._auto_dispatch = AutoDispatch([layer.switch for layer in layers])
         ep_sizes = sorted({layer.ep_size for layer in layers})
         self._expert_groups = expert_groups_of_all_ranks([f"ep_size_{size}" for size in ep_sizes])
@@ -220,7 +221,7 @@ class MoEEngine(DeepSpeedEngine):
 
         Bytes and tokens are those of every forward, evaluation included; load is that of training alone.
         """
-        return take_stats(list(self.moe_layers_by_name().values()))
+        return self._stats.take()
 
 
 def initialize(

@@ -73,12 +73,15 @@ class RebalanceConfig(_Section):
         default=None,
         gt=1,
         description="A layer is looked at before its interval is over when its busiest rank is forecast to get this "
-        "many times the mean; null: never before.",
+        "many times what is possible at best; null: never before.",
     )
     load_half_life: float = Field(default=50, gt=0, description="Optimizer steps after which a load counts half.")
     horizon: int = Field(default=200, ge=1, description="Optimizer steps over which a move must earn its cost back.")
     min_gain: float = Field(
-        default=0.05, ge=0, description="Smallest gain that moves experts, as a fraction of the step time."
+        default=0.05,
+        ge=0,
+        description="A layer's experts move only when the forecast load of its busiest rank falls by this much, as a "
+        "fraction of the ranks' mean.",
     )
     dry_run: bool = Field(default=False, description="Decide and report, but move nothing.")
 

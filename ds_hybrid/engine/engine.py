@@ -11,7 +11,7 @@ import copy
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from ds_hybrid.engine.agreement import compare_ranks, raise_alike
 from ds_hybrid.engine.auto_dispatch import AutoDispatch
 from ds_hybrid.engine.checkpoint import Record, check_groups, read_record, write_record
 from ds_hybrid.engine.clipping import clip_gradients
+from ds_hybrid.engine.expert_costs import CostMeter
 from ds_hybrid.engine.expert_layout import expert_group_sizes, expert_layouts
 from ds_hybrid.engine.groups import (
     NodeCutter,
@@ -43,6 +44,7 @@ from ds_hybrid.engine.groups import (
 )
 from ds_hybrid.engine.moe_stats import StatsReader
 from ds_hybrid.engine.parameter_groups import split_groups, split_optimizer
+from ds_hybrid.engine.rebalancer import Rebalancer
 from ds_hybrid.engine.router_logits import record_router_logits, router_recorders_hidden
 from ds_hybrid.engine.tensor_parallel import refuse_empty_shards, sum_gradients_of_blocks
 from ds_hybrid.engine.versions import untested_versions
@@ -79,6 +81,14 @@ class MoEEngine(DeepSpeedEngine):
         ep_sizes = sorted({layer.ep_size for layer in layers})
         self._expert_groups = expert_groups_of_all_ranks([f"ep_size_{size}" for size in ep_sizes])
         self._expert_grids = {size: expert_grid(f"ep_size_{size}") for size in ep_sizes}
+        self._rebalancer = self._make_rebalancer(layers)
+
+    def _make_rebalancer(self, layers: Sequence[HybridAutoEPLayer | MoE]) -> Rebalancer | None:
+        config = self.hybrid_config.rebalance
+        if not config.enabled or not layers:
+            return None
+        costs = CostMeter(layers, self._expert_grids, self.cluster, self._cut_by_nodes)
+        return Rebalancer(layers, config, costs, self.move_experts)
 
     def _configure_expert_parallel(self, model: nn.Module, collect_sources: bool | None = None) -> Any:
         with router_recorders_hidden(model):
@@ -148,6 +158,8 @@ class MoEEngine(DeepSpeedEngine):
         gates = [layer.deepspeed_moe.gate for layer in self.module.modules() if isinstance(layer, MoE)]
         update_correction_biases(gates, apply=self._step_applied)
         self._auto_dispatch.after_step()
+        if self._rebalancer is not None:
+            self._rebalancer.after_step(self.global_steps, self.optimizer)
 
     def save_checkpoint(
         self,

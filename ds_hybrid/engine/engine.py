@@ -42,7 +42,13 @@ from ds_hybrid.engine.checkpoint import (
 )
 from ds_hybrid.engine.clipping import clip_gradients
 from ds_hybrid.engine.expert_layout import expert_group_sizes, expert_layouts
-from ds_hybrid.engine.groups import NodeCutter, expert_groups_of_all_ranks, limit_waiting, use_expert_groups
+from ds_hybrid.engine.groups import (
+    NodeCutter,
+    expert_grid,
+    expert_groups_of_all_ranks,
+    limit_waiting,
+    use_expert_groups,
+)
 from ds_hybrid.engine.moe_stats import take_stats
 from ds_hybrid.engine.parameter_groups import split_groups, split_optimizer
 from ds_hybrid.engine.router_logits import record_router_logits, router_recorders_hidden
@@ -54,6 +60,8 @@ from ds_hybrid.moe.autoep import HybridAutoEPLayer
 from ds_hybrid.moe.correction_bias import update_correction_biases
 from ds_hybrid.moe.layer import MoE
 from ds_hybrid.observe.stats import MoEStats
+from ds_hybrid.placement import ExpertPlacement
+from ds_hybrid.rebalance.migrate import MoveReport, move_experts
 from ds_hybrid.topology.cluster import Cluster
 from ds_hybrid.topology.probe import probe_cluster
 
@@ -76,7 +84,9 @@ class MoEEngine(DeepSpeedEngine):
         super().__init__(**kwargs)
         layers = list(self.moe_layers_by_name().values())
         self._auto_dispatch = AutoDispatch([layer.switch for layer in layers])
-        self._expert_groups = expert_groups_of_all_ranks(sorted({f"ep_size_{layer.ep_size}" for layer in layers}))
+        ep_sizes = sorted({layer.ep_size for layer in layers})
+        self._expert_groups = expert_groups_of_all_ranks([f"ep_size_{size}" for size in ep_sizes])
+        self._expert_grids = {size: expert_grid(f"ep_size_{size}") for size in ep_sizes}
 
     def _configure_expert_parallel(self, model: nn.Module, collect_sources: bool | None = None) -> Any:
         with router_recorders_hidden(model):
@@ -228,6 +238,17 @@ class MoEEngine(DeepSpeedEngine):
             self._global_grad_norm = float(clip_gradients(self.module.parameters(), self.gradient_clipping()))
         else:
             super().clip_fp32_gradients()
+
+    def move_experts(self, targets: Mapping[str, ExpertPlacement]) -> MoveReport:
+        """Bring experts to other ranks, with all that training needs of them. All ranks call it, between two steps.
+
+        Args:
+            targets: by layer name; the ranks come out as named, the slots on them may differ.
+
+        Raises:
+            PlacementError: on every rank; see :func:`ds_hybrid.rebalance.migrate.move_experts`.
+        """
+        return move_experts(list(self.moe_layers_by_name().values()), targets, self._expert_grids, self.optimizer)
 
     def moe_layers_by_name(self) -> dict[str, HybridAutoEPLayer | MoE]:
         """The MoE layers in model order, converted and explicit ones."""

@@ -14,6 +14,7 @@ from ds_hybrid.dispatch.hierarchical import NodeProcessGroups
 from ds_hybrid.dispatch.nodes import places_in_nodes
 from ds_hybrid.engine.agreement import raise_alike
 from ds_hybrid.errors import ConfigError, HybridError
+from ds_hybrid.rebalance.migrate import ExpertGrid
 from ds_hybrid.topology.cluster import Cluster
 from ds_hybrid.topology.layout import Layout
 
@@ -24,6 +25,15 @@ def expert_groups_of_all_ranks(names: Sequence[str]) -> dict[str, list[list[int]
     of_rank: list[dict[str, list[int]]] = [{}] * dist.get_world_size()
     dist.all_gather_object(of_rank, own)
     return {name: sorted(map(list, {tuple(theirs[name]) for theirs in of_rank})) for name in names}
+
+
+def expert_grid(name: str) -> ExpertGrid:
+    """The ranks that hold experts of the groups of one size, by DeepSpeed's name of it. Collective over all ranks."""
+    ranks = dist.get_process_group_ranks(deepspeed_groups._get_expert_parallel_group(name))
+    replicas = deepspeed_groups._get_expert_data_parallel_group(name)
+    of_replica: list[list[int]] = [[]] * dist.get_world_size(replicas)
+    dist.all_gather_object(of_replica, ranks, group=replicas)
+    return ExpertGrid(tuple(map(tuple, of_replica)), replicas)
 
 
 def use_expert_groups(layout: Layout, *, timeout_seconds: int | None = None) -> None:

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ds_hybrid
 from tests.moe.reference import dense_moe
+from tests.multirank.training import ADAM
 
 HIDDEN, EXPERTS = 8, 4
 
@@ -36,6 +37,8 @@ class Setup:
     aux: float = 0.1
     learning_rate: float = 0.3
     bf16: bool = False
+    adam: bool = False
+    """Else SGD."""
     lengths: tuple[int, ...] = (6, 6, 6, 6)
     """Tokens of each rank; they shift by one rank at every step."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -57,7 +60,7 @@ class Setup:
             "ds_hybrid": {"dispatch": {"mode": "two_stage", **self.dispatch}},
         }
         if optimizer:
-            config["optimizer"] = {"type": "SGD", "params": {"lr": self.learning_rate}}
+            config["optimizer"] = ADAM if self.adam else {"type": "SGD", "params": {"lr": self.learning_rate}}
         return config
 
 

@@ -22,6 +22,9 @@ _LENGTH = 12
 PLANS = {plan: json.loads(Path(f"ds_configs/plan_{plan}_zero1_bf16.json").read_text()) for plan in ("a", "b")}
 """The shipped ds_configs of both plans. Their partition_config shards the attention of all presets."""
 
+ADAM = {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True, "weight_decay": 0.1}}
+"""Of a ds_config. The steps of the tiny models are large enough that a lost moment shows."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -46,6 +49,7 @@ class Run:
     hand_over: Literal["all", "trained"] = "all"  # what initialize gets as model_parameters
     tp_size: int = 1  # ranks that share one copy of the attention, and the batch
     num_kv_heads: int | None = None  # None: the tiny model's own
+    adam: bool = False  # else SGD
 
     @property
     def learning_rate(self) -> float:
@@ -70,7 +74,7 @@ class Run:
             "train_micro_batch_size_per_gpu": 2,
             "gradient_accumulation_steps": self.accumulation,
             "gradient_clipping": self.clip,
-            "optimizer": {"type": "SGD", "params": {"lr": self.learning_rate}},
+            "optimizer": ADAM if self.adam else {"type": "SGD", "params": {"lr": self.learning_rate}},
             "zero_optimization": {"stage": self.zero_stage, **self.zero_options},
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,

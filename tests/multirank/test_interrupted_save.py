@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
+import pkgutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from tests.multirank.explicit import Setup
 from tests.multirank.states import differences, logical_states
 from tests.multirank.test_checkpoint import make_explicit_engine, place_anew, train_explicit
 from tests.ranks import RankFailureError, RankPool
 
+WRITER = "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine:TorchCheckpointEngine"
 SETUP = Setup(num_steps=1, lengths=(6, 6))
 
 
@@ -31,16 +33,21 @@ def test_the_previous_checkpoint_is_loaded_after_a_kill(pool: RankPool, tmp_path
     """The older step is loaded, unless the new one was whole on every rank: then the new one."""
     folder = str(tmp_path)
     pool.run(save_first, folder)
-    cases = [
-        # who dies, at which call of what, and the tag of that save
-        (1, "save", 0, "second", 1),
-        (0, "save", 3, "first", 1),
-        (0, "rename", 0, "first", 2),
-    ]
-    for rank, call, number, tag, expected_step in cases:
-        with pytest.raises(RankFailureError):
-            pool.run(save_and_die, folder, rank, call, number, tag, limit=60.0)
-        assert pool.run(load_latest, folder) == [(expected_step, [])] * 2, (rank, call, number, tag)
+    with pytest.raises(RankFailureError, match="rank 1: did not return"):
+        pool.run(save_and_die, folder, "second", Death(rank=1, owner=WRITER, call="save"), limit=60.0)
+    assert Path(folder, "latest").read_text() == "first"
+    with pytest.raises(RankFailureError, match="rank 0: did not return"):  # about to replace the older of that tag
+        pool.run(save_and_die, folder, "first", Death(rank=0, owner="os", call="rename"), limit=60.0)
+    assert pool.run(load_latest, folder) == [2] * 2
+
+
+@dataclass(frozen=True)
+class Death:
+    """Which rank dies when it calls what."""
+
+    rank: int
+    owner: str
+    call: str
 
 
 def save_first(folder: str) -> None:
@@ -50,41 +57,32 @@ def save_first(folder: str) -> None:
     engine.destroy()
 
 
-def save_and_die(folder: str, rank: int, call: str, number: int, tag: str) -> None:
-    """One step on from the checkpoint, and a save during which ``rank`` is killed."""
+def save_and_die(folder: str, tag: str, death: Death) -> None:
+    """One step on from the checkpoint, and a save during which a rank is killed."""
     engine = make_explicit_engine(SETUP)
-    engine.load_checkpoint(folder)
+    assert load_and_compare(engine, folder) == 1
     _train_and_note(engine, folder)
-    if dist.get_rank() == rank:
-        owner: Any = TorchCheckpointEngine if call == "save" else os
-        original, left = getattr(owner, call), [number]
-
-        def call_or_die(*args: Any, **kwargs: Any) -> Any:
-            if left[0] == 0:
-                os._exit(9)
-            left[0] -= 1
-            return original(*args, **kwargs)
-
-        setattr(owner, call, call_or_die)
+    if dist.get_rank() == death.rank:
+        setattr(pkgutil.resolve_name(death.owner), death.call, lambda *args, **kwargs: os._exit(9))
     engine.save_checkpoint(folder, tag)
 
 
-def load_latest(folder: str) -> tuple[int, list[str]]:
-    """The step that ``latest`` has, and what differs from the states noted at that step."""
+def load_latest(folder: str) -> int:
     engine = make_explicit_engine(SETUP)
-    engine.load_checkpoint(folder)
-    noted = _noted(folder, engine.global_steps)
-    changed = differences(logical_states(engine), noted)
+    step = load_and_compare(engine, folder)
     engine.destroy()
-    return engine.global_steps, changed
+    return step
+
+
+def load_and_compare(engine: Any, folder: str) -> int:
+    """The step of the checkpoint, whose states are those that were noted then."""
+    engine.load_checkpoint(folder)
+    noted = torch.load(Path(folder, f"states{engine.global_steps}_{dist.get_rank()}"))
+    assert differences(logical_states(engine), noted) == []
+    return int(engine.global_steps)
 
 
 def _train_and_note(engine: Any, folder: str) -> None:
     place_anew(engine, seed=engine.global_steps)
     train_explicit(engine, SETUP)
-    states = logical_states(engine)
-    torch.save(states, Path(folder, f"states{engine.global_steps}_{dist.get_rank()}"))
-
-
-def _noted(folder: str, step: int) -> Any:
-    return torch.load(Path(folder, f"states{step}_{dist.get_rank()}"))
+    torch.save(logical_states(engine), Path(folder, f"states{engine.global_steps}_{dist.get_rank()}"))

@@ -27,6 +27,7 @@ from ds_hybrid.errors import CheckpointError, PlacementError
 from ds_hybrid.placement import ExpertPlacement
 
 RECORD_NAME = "ds_hybrid.json"
+LATEST_UNIVERSAL = "latest_universal"
 CARRIED_KEY = "ds_hybrid"
 """Of the model states that DeepSpeed writes."""
 
@@ -59,6 +60,8 @@ class SavedCheckpoint:
         carried: the placements in the files themselves; None in a checkpoint that DeepSpeed has saved.
         described: the placements of AutoEP layers as DeepSpeed's own metadata has them.
         world_size: the data-parallel ranks that saved it; None where the files do not tell.
+        optimizer_names: of its parameters in its order, where it was one of torch's own.
+        is_universal: whether it is for any sizes, with experts in logical order.
     """
 
     folder: str
@@ -66,6 +69,8 @@ class SavedCheckpoint:
     carried: Mapping[str, Slots] | None
     described: Mapping[str, Slots]
     world_size: int | None
+    optimizer_names: Sequence[str] | None = None
+    is_universal: bool = False
 
 
 def agree_on_tag(tag: str) -> None:
@@ -102,7 +107,7 @@ def read_saved(load_dir: str | Path, tag: str | None, *, latest: str = "latest")
     if dist.get_rank() == 0:
         tag = read_latest(load_dir, latest) if tag is None else str(tag)
         try:
-            found = [None if not tag else _read_folder(Path(load_dir, tag))]
+            found = [None if not tag else read_folder(Path(load_dir, tag))]
         except CheckpointError as error:
             found = [error]
     dist.broadcast_object_list(found)
@@ -111,51 +116,37 @@ def read_saved(load_dir: str | Path, tag: str | None, *, latest: str = "latest")
     return found[0]
 
 
-def saved_placements(saved: SavedCheckpoint, layers: Mapping[str, ExpertPlacement]) -> dict[str, ExpertPlacement]:
-    """Where the checkpoint has the experts of each layer.
-
-    Args:
-        layers: the model's MoE layers by name, with any placement of their experts: it tells how many there are.
+def recorded_placements(saved: SavedCheckpoint) -> dict[str, ExpertPlacement]:
+    """Where the checkpoint has the experts of each layer that it names.
 
     Raises:
         CheckpointError: the placement of a layer is missing, is none, or is not that of the files.
     """
     if saved.record is None:
-        _check_without_record(saved)
-        return {name: ExpertPlacement.contiguous(now.num_experts, now.num_ranks) for name, now in layers.items()}
-    placements = _checked_placements(saved, saved.record.placements)
-    for name, now in layers.items():
+        if saved.carried is not None or not all(map(is_in_order, saved.described.values())):
+            raise CheckpointError(
+                f"{saved.folder}/{RECORD_NAME}: missing. It tells which rank and slot holds which expert, and the "
+                "other files were saved with it. Copy it from where they come from."
+            )
+        return {name: ExpertPlacement.from_slots(slots) for name, slots in saved.described.items()}
+    placements = {}
+    for name, slots in saved.record.placements.items():
         place = f"{saved.folder}/{RECORD_NAME}: placements: {name}"
-        if name not in placements:
-            raise CheckpointError(f"{place}: missing. The model has another MoE layer than the checkpoint.")
-        if placements[name].num_experts != now.num_experts:
-            raise CheckpointError(
-                f"{place}: {placements[name].num_experts} experts, the model's layer has {now.num_experts}. "
-                "Build the model that was saved."
-            )
-    return {name: placements[name] for name in layers}
+        in_files = (saved.carried or {}).get(name)
+        for source in (in_files, saved.described.get(name, in_files)):
+            if source is None or [list(rank) for rank in source] != [list(rank) for rank in slots]:
+                raise CheckpointError(
+                    f"{place}: {slots}, the other files have {source}. The record belongs to another checkpoint. "
+                    "Copy it from where the other files come from."
+                )
+        try:
+            placements[name] = ExpertPlacement.from_slots(slots)
+        except PlacementError as error:
+            raise CheckpointError(f"{place}: {error}") from error
+    return placements
 
 
-def check_groups(saved: SavedCheckpoint, present: Mapping[str, Slots]) -> None:
-    """The optimizer's shards of experts fit only the ranks that held them.
-
-    Raises:
-        CheckpointError: the same ranks form other groups of one size now.
-    """
-    if saved.record is None:
-        return
-    for name, groups in present.items():
-        held = saved.record.expert_groups.get(name)
-        if held is None or sum(map(len, held)) != sum(map(len, groups)):
-            continue  # groups of another size, or another world: other rules hold
-        if [list(group) for group in held] != [list(group) for group in groups]:
-            raise CheckpointError(
-                f"{saved.folder}: saved with the expert groups {held}, this run has {groups}. Set "
-                f"ds_hybrid.topology.expert_groups to {held}."
-            )
-
-
-def _read_folder(folder: Path) -> SavedCheckpoint | None:
+def read_folder(folder: Path) -> SavedCheckpoint | None:
     if not folder.is_dir():
         return None
     path = folder / RECORD_NAME
@@ -169,13 +160,16 @@ def _read_folder(folder: Path) -> SavedCheckpoint | None:
                 f"{path}: {type(error).__name__}: {error}. It is not the file that was saved with the checkpoint."
             ) from error
     state = read_model_states(folder)
+    carried = state.get(CARRIED_KEY) or {}
     layers = state.get(AUTOEP_LAYERS_KEY) or []
     return SavedCheckpoint(
         folder=str(folder),
         record=record,
-        carried=(state.get(CARRIED_KEY) or {}).get("placements"),
+        carried=carried.get("placements"),
         described={entry["module_path"]: described_slots(entry) for entry in layers},
         world_size=state.get("dp_world_size"),
+        optimizer_names=carried.get("optimizer_names"),
+        is_universal=(folder / "zero").is_dir(),
     )
 
 
@@ -206,32 +200,5 @@ def described_slots(entry: Mapping[str, Any]) -> Slots:
     return [rank[AUTOEP_PLACEMENT_EXPERTS] for rank in placement[AUTOEP_PLACEMENT_RANKS]]
 
 
-def _check_without_record(saved: SavedCheckpoint) -> None:
-    moved = any(
-        ExpertPlacement.from_slots(slots) != ExpertPlacement.contiguous(sum(map(len, slots)), len(slots))
-        for slots in saved.described.values()
-    )
-    if moved or saved.carried is not None:
-        raise CheckpointError(
-            f"{saved.folder}/{RECORD_NAME}: missing. It tells which rank and slot holds which expert, and the other "
-            "files were saved with it. Copy it from where they come from."
-        )
-
-
-def _checked_placements(saved: SavedCheckpoint, recorded: Mapping[str, Slots]) -> dict[str, ExpertPlacement]:
-    """The record's placements, when the files agree with them."""
-    placements = {}
-    for name, slots in recorded.items():
-        place = f"{saved.folder}/{RECORD_NAME}: placements: {name}"
-        in_files = (saved.carried or {}).get(name)
-        for source in (in_files, saved.described.get(name, in_files)):
-            if source is None or [list(rank) for rank in source] != [list(rank) for rank in slots]:
-                raise CheckpointError(
-                    f"{place}: {slots}, the other files have {source}. The record belongs to another checkpoint. "
-                    "Copy it from where the other files come from."
-                )
-        try:
-            placements[name] = ExpertPlacement.from_slots(slots)
-        except PlacementError as error:
-            raise CheckpointError(f"{place}: {error}") from error
-    return placements
+def is_in_order(slots: Slots) -> bool:
+    return [expert for rank in slots for expert in rank] == list(range(sum(map(len, slots))))

@@ -7,6 +7,7 @@ source of ``deepspeed.initialize`` and every private name used here, and fails w
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import logging
@@ -33,11 +34,11 @@ from ds_hybrid.engine.agreement import compare_ranks, raise_alike
 from ds_hybrid.engine.auto_dispatch import AutoDispatch
 from ds_hybrid.engine.checkpoint import (
     CARRIED_KEY,
+    LATEST_UNIVERSAL,
     Record,
+    SavedCheckpoint,
     agree_on_tag,
-    check_groups,
     read_saved,
-    saved_placements,
     write_record,
 )
 from ds_hybrid.engine.clipping import clip_gradients
@@ -49,8 +50,10 @@ from ds_hybrid.engine.groups import (
     limit_waiting,
     use_expert_groups,
 )
+from ds_hybrid.engine.load_plan import LoadPlan, plan_load
 from ds_hybrid.engine.moe_stats import take_stats
 from ds_hybrid.engine.parameter_groups import split_groups, split_optimizer
+from ds_hybrid.engine.resharding import LocalNames, load_unparted_optimizer, load_untrained, whole_names
 from ds_hybrid.engine.router_logits import record_router_logits, router_recorders_hidden
 from ds_hybrid.engine.staging import begin, publish, staged_tag
 from ds_hybrid.engine.tensor_parallel import refuse_empty_shards, sum_gradients_of_blocks
@@ -182,7 +185,13 @@ class MoEEngine(DeepSpeedEngine):
         placements = {
             name: layer.placement.expert_of_slot.tolist() for name, layer in self.moe_layers_by_name().items()
         }
-        state = {**(client_state or {}), CARRIED_KEY: {"placements": placements}}
+        carried: dict[str, Any] = {"placements": placements}
+        if isinstance(self.optimizer, torch.optim.Optimizer):
+            groups = self.optimizer.param_groups
+            carried["optimizer_names"] = [
+                self.param_names[parameter] for group in groups for parameter in group["params"]
+            ]
+        state = {**(client_state or {}), CARRIED_KEY: carried}
         super().save_checkpoint(save_dir, staged_tag(tag), state, False, exclude_frozen_parameters)
         if self.checkpoint_engine.is_decoupled():
             self._commit_decoupled_checkpoint()
@@ -209,28 +218,50 @@ class MoEEngine(DeepSpeedEngine):
             CheckpointError: on every rank and before anything changes, when the placement is missing or is not that of
                 the files; or the experts were on other ranks, and their optimizer's part is to be loaded.
         """
-        saved = read_saved(load_dir, tag)
-        if saved is not None:
-            layers = self.moe_layers_by_name()
-            placements = saved_placements(saved, {name: layer.placement for name, layer in layers.items()})
-            if load_optimizer_states and not load_module_only:
-                check_groups(saved, self._expert_groups)
-            for name, layer in layers.items():
-                layer.place(placements[name])
-        path, client_state = super().load_checkpoint(
-            load_dir,
-            tag,
-            load_module_strict,
-            load_optimizer_states,
-            load_lr_scheduler_states,
-            load_module_only,
-            custom_load_fn,
+        universal = self.load_universal_checkpoint()
+        saved = read_saved(load_dir, tag, latest=LATEST_UNIVERSAL if universal else "latest")
+        plan = (
+            None
+            if saved is None
+            else self._plan_load(saved, with_optimizer=load_optimizer_states and not load_module_only)
         )
+        layers = self.moe_layers_by_name()
+        for name, placement in plan.placements.items() if plan else ():
+            layers[name].place(placement)
+        local = LocalNames(layers)
+        with whole_names(self.param_names, local) if universal else contextlib.nullcontext():
+            path, client_state = super().load_checkpoint(
+                load_dir,
+                tag,
+                load_module_strict,
+                load_optimizer_states and not (plan and plan.parts_optimizer_anew),
+                load_lr_scheduler_states,
+                load_module_only,
+                custom_load_fn,
+            )
         if client_state is not None:
             client_state.pop(CARRIED_KEY, None)
-        if path is not None and saved is not None and saved.record is not None:
+        if path is None or saved is None or plan is None:
+            return path, client_state
+        if universal:
+            load_untrained(self.module, Path(saved.folder), local)
+        if plan.parts_optimizer_anew:
+            load_unparted_optimizer(self.optimizer, self.param_names, local, saved, plan.saved_placements)
+        if saved.record is not None:
             self._auto_dispatch.restore(saved.record.dispatch)
         return path, client_state
+
+    def _plan_load(self, saved: SavedCheckpoint, *, with_optimizer: bool) -> LoadPlan:
+        return plan_load(
+            saved,
+            {name: layer.placement for name, layer in self.moe_layers_by_name().items()},
+            self._expert_groups,
+            world_size=self.seq_dp_world_size,
+            zero_stage=self.zero_optimization_stage(),
+            universal=self.load_universal_checkpoint(),
+            with_optimizer=with_optimizer and self.optimizer is not None,
+            optimizer_is_torchs=isinstance(self.optimizer, torch.optim.Optimizer),
+        )
 
     def clip_fp32_gradients(self) -> None:
         """Clip by the norm of the whole model, experts of all ranks and shards of AutoTP included."""

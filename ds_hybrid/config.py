@@ -69,10 +69,19 @@ class RebalanceConfig(_Section):
         default="swap", description="How a new placement is found."
     )
     interval: int = Field(default=50, ge=1, description="Optimizer steps between two decisions.")
+    threshold: float | None = Field(
+        default=None,
+        gt=1,
+        description="A layer is looked at before its interval is over when its busiest rank is forecast to get this "
+        "many times what is possible at best; null: never before.",
+    )
     load_half_life: float = Field(default=50, gt=0, description="Optimizer steps after which a load counts half.")
     horizon: int = Field(default=200, ge=1, description="Optimizer steps over which a move must earn its cost back.")
     min_gain: float = Field(
-        default=0.05, ge=0, description="Smallest gain that moves experts, as a fraction of the step time."
+        default=0.05,
+        ge=0,
+        description="A layer's experts move only when the forecast load of its busiest rank falls by this much, as a "
+        "fraction of the ranks' mean.",
     )
     dry_run: bool = Field(default=False, description="Decide and report, but move nothing.")
 
@@ -111,7 +120,6 @@ _Values = Mapping[str, tuple[Any, ...]]
 
 NOT_YET: Final[_Values] = MappingProxyType(
     {
-        "ds_hybrid.rebalance.enabled": (False,),
         "ds_hybrid.attention.kv_gather": ("off",),
         "ds_hybrid.observe.directory": (None,),
         "ds_hybrid.observe.routing_trace": (False,),
@@ -129,6 +137,18 @@ NOT_YET_WITH_EXPERT_PARALLEL: Final[_Values] = MappingProxyType(
     }
 )
 """The same for DeepSpeed's keys, when ``expert_parallel`` is enabled."""
+
+NOT_WITH_REBALANCE: Final[_Values] = MappingProxyType(
+    {
+        "zero_optimization.offload_optimizer.device": ("cpu", "none", None),
+        "zero_optimization.offload_param.device": ("cpu", "none", None),
+        "zero_optimization.zero_hpz_partition_size": (1,),
+        "zero_optimization.zero_quantized_weights": (False,),
+        "zero_optimization.zero_quantized_nontrainable_weights": (False,),
+        "zero_optimization.mics_shard_size": (-1,),
+    }
+)
+"""The same for DeepSpeed's keys, when ``ds_hybrid.rebalance`` is enabled."""
 
 REPLACED: Final[_Values] = MappingProxyType(
     {
@@ -206,6 +226,7 @@ def find_problems(
         *_expert_group_problems(document, world_size),
         *_replicated_problems(document),
         *_tensor_parallel_problems(document),
+        *_rebalance_problems(document),
     ]
     return [problem.line(name) for problem in problems]
 
@@ -293,6 +314,15 @@ def _tensor_parallel_problems(document: Mapping[str, Any]) -> Iterator[Problem]:
     if stage in (ABSENT, 0) and half and value_at(document, "gradient_clipping") != 0:
         rule = f"DeepSpeed clips by a wrong norm in half precision {beside}. Set it to 1, 2 or 3."
         yield Problem("zero_optimization.stage", rule, stage)
+
+
+def _rebalance_problems(document: Mapping[str, Any]) -> Iterator[Problem]:
+    """Where weights or their states lie that experts cannot take along."""
+    if value_at(document, "ds_hybrid.rebalance.enabled") is not True:
+        return
+    for path, value, works in _refused(document, NOT_WITH_REBALANCE):
+        rule = f"experts cannot move with it. Set it to {listed(works)}, or ds_hybrid.rebalance.enabled to false."
+        yield Problem(path, rule, value)
 
 
 def _limit_problems(document: Mapping[str, Any], already: set[str]) -> Iterator[Problem]:

@@ -20,8 +20,8 @@ RELEASE = f"ds_hybrid {ds_hybrid.__version__}"
 DESIGN_SECTION = """{
   "dispatch":  {"mode": "auto", "wire_dtype": "auto", "overlap_chunks": 1, "guard": true},
   "topology":  {"source": "auto", "expert_groups": "auto", "timeout_seconds": null},
-  "rebalance": {"enabled": false, "algorithm": "swap", "interval": 50, "load_half_life": 50, "horizon": 200,
-                "min_gain": 0.05, "dry_run": false},
+  "rebalance": {"enabled": false, "algorithm": "swap", "interval": 50, "threshold": null, "load_half_life": 50,
+                "horizon": 200, "min_gain": 0.05, "dry_run": false},
   "attention": {"kv_gather": "off"},
   "observe":   {"directory": null, "interval": 10, "routing_trace": false}
 }"""
@@ -90,10 +90,7 @@ def test_section_is_read_and_frozen() -> None:
         ({"observe": {"directory": 3}}, "ds_hybrid.observe.directory = 3 (x.json): must be a string or null."),
         ({"observe": {"interval": "10"}}, 'ds_hybrid.observe.interval = "10" (x.json): must be an integer >= 1.'),
         ({"plan": "auto"}, 'ds_hybrid.plan = "auto" (x.json): must be an object or null.'),
-        (
-            {"rebalance": {"enabled": True}},
-            f"ds_hybrid.rebalance.enabled = true (x.json): not available in {RELEASE}. Set it to false.",
-        ),
+        ({"rebalance": {"threshold": 1}}, "ds_hybrid.rebalance.threshold = 1 (x.json): must be a number > 1 or null."),
         (
             {"attention": {"kv_gather": "ring"}},
             f'ds_hybrid.attention.kv_gather = "ring" (x.json): not available in {RELEASE}. Set it to "off".',
@@ -319,6 +316,27 @@ def test_expert_groups_are_checked_against_the_sizes_of_the_file() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("zero_optimization", "problem"),
+    [
+        (
+            {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}},
+            'zero_optimization.offload_optimizer.device = "nvme" (x.json): experts cannot move with it. Set it to '
+            '"cpu", "none" or null, or ds_hybrid.rebalance.enabled to false.',
+        ),
+        (
+            {"stage": 3, "zero_hpz_partition_size": 2},
+            "zero_optimization.zero_hpz_partition_size = 2 (x.json): experts cannot move with it. Set it to 1, or "
+            "ds_hybrid.rebalance.enabled to false.",
+        ),
+    ],
+)
+def test_rebalancing_refuses_what_experts_cannot_take_along(zero_optimization: dict[str, Any], problem: str) -> None:
+    for enabled, expected in ((True, [problem]), (False, [])):
+        document = {**GOOD, "zero_optimization": zero_optimization, "ds_hybrid": {"rebalance": {"enabled": enabled}}}
+        assert find_problems(document, name="x.json") == expected
+
+
 def test_all_problems_of_a_file_come_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     document = {
@@ -328,7 +346,7 @@ def test_all_problems_of_a_file_come_at_once(tmp_path: Path, monkeypatch: pytest
         "zero_optimisation": {"stage": 1},
         "zero_optimization": {"stage": "1"},
         "expert_parallel": {"enabled": True, "autoep_size": 3, "score_apply": "pre"},
-        "ds_hybrid": {"dispatch": {"mode": "allgatther", "guard": 1}, "rebalance": {"enabled": True}},
+        "ds_hybrid": {"dispatch": {"mode": "allgatther", "guard": 1}, "attention": {"kv_gather": "ring"}},
     }
     Path("x.json").write_text(json.dumps(document))
     with pytest.raises(ConfigError) as caught:
@@ -342,7 +360,7 @@ def test_all_problems_of_a_file_come_at_once(tmp_path: Path, monkeypatch: pytest
         'ds_hybrid.dispatch.mode = "allgatther" (x.json): must be one of auto, alltoall, allgather, two_stage, '
         'hierarchical, replicated. Did you mean "allgather"?',
         "ds_hybrid.dispatch.guard = 1 (x.json): must be true or false.",
-        f"ds_hybrid.rebalance.enabled = true (x.json): not available in {RELEASE}. Set it to false.",
+        f'ds_hybrid.attention.kv_gather = "ring" (x.json): not available in {RELEASE}. Set it to "off".',
         f'expert_parallel.score_apply = "pre" (x.json): not available in {RELEASE} with expert_parallel. '
         'Set it to "auto" or "post".',
     )

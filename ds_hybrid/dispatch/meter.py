@@ -29,6 +29,7 @@ class WireBytes:
         num_arrived: tokens that reached this rank's experts, its own among them; in mode ``alltoall`` once for each
             choice.
         exposed_seconds: how long this rank stood still for messages, slower ranks' delay included.
+        expert_seconds: how long its experts took in forward, recomputation apart.
 
     Per rank, ``payload`` may fall below ``lower_bound`` (a combine sends rows of other ranks' tokens): compare sums
     over the ranks of a group.
@@ -41,6 +42,7 @@ class WireBytes:
     num_tokens: int
     num_arrived: int
     exposed_seconds: float
+    expert_seconds: float
 
 
 class Meter:
@@ -49,11 +51,13 @@ class Meter:
     Attributes:
         mode: which dispatcher sends.
         exposed: runs while this rank waits for a message.
+        computing: runs while its experts do, in forward, recomputation apart.
     """
 
     def __init__(self, mode: Mode = "alltoall") -> None:
         self.mode: Mode = mode
         self.exposed = Stopwatch()
+        self.computing = Stopwatch()
         self._start_anew()
 
     def _start_anew(self) -> None:
@@ -95,6 +99,7 @@ class Meter:
             self._num_tokens,
             self._num_arrived,
             self.exposed.take(),
+            self.computing.take(),
         )
         self._start_anew()
         return taken

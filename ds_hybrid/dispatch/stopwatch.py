@@ -1,4 +1,4 @@
-"""How long the work of a rank stands still, on the host or on the device's stream."""
+"""How long a rank spends on something, on the host or on the device's stream."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self._seconds = 0.0
+        self._taken = 0.0
         self._began: Any = None
         self._events: deque[tuple[Any, Any]] = deque()
 
@@ -36,14 +37,18 @@ class Stopwatch:
         while len(self._events) > _MOST_EVENTS and self._events[0][1].query():
             self._add_oldest()
 
-    def take(self) -> float:
-        """Seconds since the last time. Waits for the device."""
+    def total(self) -> float:
+        """Seconds since the beginning. Waits for the device."""
         if self._events:
             get_accelerator().synchronize()
         while self._events:
             self._add_oldest()
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
+        return self._seconds
+
+    def take(self) -> float:
+        """Seconds since the last time. Waits for the device."""
+        since, self._taken = self.total() - self._taken, self.total()
+        return since
 
     def _add_oldest(self) -> None:
         began, ended = self._events.popleft()

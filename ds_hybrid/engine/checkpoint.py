@@ -1,4 +1,4 @@
-"""What a checkpoint of DeepSpeed's lacks: which ranks held which experts, where, and each layer's dispatcher.
+"""What a checkpoint of DeepSpeed's lacks: which ranks held which experts, where, and what chooses for each layer.
 
 It stands beside DeepSpeed's files as ``ds_hybrid.json``. DeepSpeed numbers the files and shards of experts by slot, so
 what is in them means nothing without the placement. The files themselves carry it too, so that a record of another
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +43,13 @@ class Record:
         expert_groups: by DeepSpeed's name of their size, such as "ep_size_4", all expert-parallel groups of the run.
         dispatch: the state of :class:`ds_hybrid.engine.auto_dispatch.AutoDispatch`.
         placements: of each MoE layer by name.
+        rebalance: the state of :class:`ds_hybrid.engine.rebalancer.Rebalancer`; empty where nothing moves by itself.
     """
 
     expert_groups: Mapping[str, Slots]
     dispatch: Mapping[str, Any]
     placements: Mapping[str, Slots]
+    rebalance: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,9 @@ def read_folder(folder: Path) -> SavedCheckpoint | None:
     if path.is_file():
         try:
             fields = json.loads(path.read_text())
-            record = Record(fields["expert_groups"], fields["dispatch"], fields["placements"])
+            record = Record(
+                fields["expert_groups"], fields["dispatch"], fields["placements"], fields.get("rebalance", {})
+            )
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{path}: {type(error).__name__}: {error}. It is not the file that was saved with the checkpoint."

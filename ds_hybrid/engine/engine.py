@@ -12,7 +12,8 @@ import copy
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from ds_hybrid.engine.checkpoint import (
     write_record,
 )
 from ds_hybrid.engine.clipping import clip_gradients
+from ds_hybrid.engine.expert_costs import CostMeter
 from ds_hybrid.engine.expert_layout import expert_group_sizes, expert_layouts
 from ds_hybrid.engine.groups import (
     NodeCutter,
@@ -51,8 +53,9 @@ from ds_hybrid.engine.groups import (
     use_expert_groups,
 )
 from ds_hybrid.engine.load_plan import LoadPlan, plan_load
-from ds_hybrid.engine.moe_stats import take_stats
+from ds_hybrid.engine.moe_stats import StatsReader
 from ds_hybrid.engine.parameter_groups import split_groups, split_optimizer
+from ds_hybrid.engine.rebalancer import Rebalancer
 from ds_hybrid.engine.resharding import LocalNames, load_unparted_optimizer, load_untrained, whole_names
 from ds_hybrid.engine.router_logits import record_router_logits, router_recorders_hidden
 from ds_hybrid.engine.staging import begin, publish, staged_tag
@@ -86,10 +89,19 @@ class MoEEngine(DeepSpeedEngine):
         self._cut_by_nodes = NodeCutter(cluster)
         super().__init__(**kwargs)
         layers = list(self.moe_layers_by_name().values())
+        self._stats = StatsReader(layers)
         self._auto_dispatch = AutoDispatch([layer.switch for layer in layers])
         ep_sizes = sorted({layer.ep_size for layer in layers})
         self._expert_groups = expert_groups_of_all_ranks([f"ep_size_{size}" for size in ep_sizes])
         self._expert_grids = {size: expert_grid(f"ep_size_{size}") for size in ep_sizes}
+        self._rebalancer = self._make_rebalancer(layers)
+
+    def _make_rebalancer(self, layers: Sequence[HybridAutoEPLayer | MoE]) -> Rebalancer | None:
+        config = self.hybrid_config.rebalance
+        if not config.enabled or not layers:
+            return None
+        costs = CostMeter(layers, self._expert_grids, self.cluster, self._cut_by_nodes)
+        return Rebalancer(layers, config, costs, self.move_experts)
 
     def _configure_expert_parallel(self, model: nn.Module, collect_sources: bool | None = None) -> Any:
         with router_recorders_hidden(model):
@@ -159,6 +171,8 @@ class MoEEngine(DeepSpeedEngine):
         gates = [layer.deepspeed_moe.gate for layer in self.module.modules() if isinstance(layer, MoE)]
         update_correction_biases(gates, apply=self._step_applied)
         self._auto_dispatch.after_step()
+        if self._rebalancer is not None:
+            self._rebalancer.after_step(self.global_steps, self.optimizer)
 
     def save_checkpoint(
         self,
@@ -168,7 +182,7 @@ class MoEEngine(DeepSpeedEngine):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """As DeepSpeed's; the placement of experts, their groups and the dispatchers of mode ``auto`` are kept too.
+        """As DeepSpeed's; the placement of experts, their groups, and what chooses dispatchers and moves are kept too.
 
         The files come to their place when all ranks have written theirs: whoever dies while saving leaves the previous
         checkpoint whole, and ``latest`` on it. A writer that works beside the training is waited for.
@@ -187,16 +201,15 @@ class MoEEngine(DeepSpeedEngine):
         }
         carried: dict[str, Any] = {"placements": placements}
         if isinstance(self.optimizer, torch.optim.Optimizer):
-            groups = self.optimizer.param_groups
-            carried["optimizer_names"] = [
-                self.param_names[parameter] for group in groups for parameter in group["params"]
-            ]
+            parameters = chain.from_iterable(group["params"] for group in self.optimizer.param_groups)
+            carried["optimizer_names"] = [self.param_names[parameter] for parameter in parameters]
+        rebalance = {} if self._rebalancer is None else self._rebalancer.state()
+        record = Record(self._expert_groups, self._auto_dispatch.state(), placements, rebalance)
         state = {**(client_state or {}), CARRIED_KEY: carried}
         super().save_checkpoint(save_dir, staged_tag(tag), state, False, exclude_frozen_parameters)
         if self.checkpoint_engine.is_decoupled():
             self._commit_decoupled_checkpoint()
         if moves_files:
-            record = Record(self._expert_groups, self._auto_dispatch.state(), placements)
             write_record(Path(save_dir, staged_tag(tag)), record)
             publish(save_dir, tag, save_latest=save_latest)
         dist.barrier()
@@ -249,6 +262,8 @@ class MoEEngine(DeepSpeedEngine):
             load_unparted_optimizer(self.optimizer, self.param_names, local, saved, plan.saved_placements)
         if saved.record is not None:
             self._auto_dispatch.restore(saved.record.dispatch)
+            if self._rebalancer is not None:
+                self._rebalancer.restore(saved.record.rebalance)
         return path, client_state
 
     def _plan_load(self, saved: SavedCheckpoint, *, with_optimizer: bool) -> LoadPlan:
@@ -291,7 +306,7 @@ class MoEEngine(DeepSpeedEngine):
 
         Bytes and tokens are those of every forward, evaluation included; load is that of training alone.
         """
-        return take_stats(list(self.moe_layers_by_name().values()))
+        return self._stats.take()
 
 
 def initialize(

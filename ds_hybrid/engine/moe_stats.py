@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 import deepspeed.comm as dist
 import torch
@@ -13,35 +14,53 @@ from ds_hybrid.moe.autoep import HybridAutoEPLayer
 from ds_hybrid.moe.layer import MoE
 from ds_hybrid.observe.stats import LayerStats, MoEStats
 
-
-def take_stats(layers: Sequence[HybridAutoEPLayer | MoE]) -> MoEStats:
-    """The counts of every layer since the last time, summed over all ranks, in one exchange. Collective."""
-    if not layers:
-        return MoEStats(())
-    counts = [_take_counts(layer) for layer in layers]
-    total = torch.cat(counts)
-    dist.all_reduce(total)
-    of_layer = total.split([len(part) for part in counts])
-    return MoEStats(tuple(_stats_of(*pair) for pair in zip(layers, of_layer, strict=True)))
+Layer = HybridAutoEPLayer | MoE
 
 
-def _take_counts(layer: HybridAutoEPLayer | MoE) -> Tensor:
-    """One row of totals, the bytes by mode, the arrived tokens by place in the group, the load by expert: int64."""
+class StatsReader:
+    """Reads what the layers of all ranks have counted since the last time.
+
+    Args:
+        layers: of the model, in one order on every rank.
+    """
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        self._layers = layers
+        self._seen = [layer.expert_load.clone() for layer in layers]
+
+    def take(self) -> MoEStats:
+        """The counts of every layer since the last time, summed over all ranks, in one exchange. Collective."""
+        if not self._layers:
+            return MoEStats(())
+        loads = [layer.expert_load.clone() for layer in self._layers]
+        counts = [
+            _counts(layer, load - seen) for layer, load, seen in zip(self._layers, loads, self._seen, strict=True)
+        ]
+        self._seen = loads
+        total = torch.cat(counts)
+        dist.all_reduce(total)
+        of_layer = total.split([len(part) for part in counts])
+        return MoEStats(tuple(_stats_of(*pair) for pair in zip(self._layers, of_layer, strict=True)))
+
+
+def _counts(layer: Layer, load: Tensor) -> Tensor:
+    """One row: totals, the bytes by mode, by place the arrived tokens and the experts' time, the load; int64."""
     sent = layer.meter.take()
-    load = layer.expert_load.clone()
-    layer.expert_load.zero_()
     group = layer.dispatcher.group
-    arrived = load.new_zeros(group.size)
-    arrived[group.rank] = sent.num_arrived
+    of_place = load.new_zeros(2, group.size)
+    of_place[:, group.rank] = load.new_tensor([sent.num_arrived, round(sent.expert_seconds * 1e9)])
     totals = [sent.payload, sent.metadata, sent.lower_bound, sent.num_tokens, round(sent.exposed_seconds * 1e9)]
     by_mode = [sent.by_mode.get(mode, 0) for mode in ALL_MODES]
-    return torch.cat([load.new_tensor([*totals, *by_mode]), arrived, load])
+    return torch.cat([load.new_tensor([*totals, *by_mode]), of_place.flatten(), load])
 
 
-def _stats_of(layer: HybridAutoEPLayer | MoE, counts: Tensor) -> LayerStats:
-    payload, metadata, lower_bound, num_tokens, nanoseconds, *rest = counts.tolist()
-    by_mode, rest = rest[: len(ALL_MODES)], rest[len(ALL_MODES) :]
+def _stats_of(layer: Layer, counts: Tensor) -> LayerStats:
     num_ranks = layer.dispatcher.group.size
+    numbers = iter(counts.tolist())
+    payload, metadata, lower_bound, num_tokens, nanoseconds = islice(numbers, 5)
+    by_mode = {mode: sent for mode, sent in zip(ALL_MODES, islice(numbers, len(ALL_MODES)), strict=True) if sent}
+    arrived = tuple(islice(numbers, num_ranks))
+    expert_seconds = tuple(value / 1e9 for value in islice(numbers, num_ranks))
     return LayerStats(
         name=layer.layer_name,
         mode=layer.dispatcher.mode,
@@ -49,9 +68,10 @@ def _stats_of(layer: HybridAutoEPLayer | MoE, counts: Tensor) -> LayerStats:
         metadata=metadata,
         lower_bound=lower_bound,
         num_tokens=num_tokens,
-        expert_load=tuple(rest[num_ranks:]),
-        wire_bytes_by_mode={mode: sent for mode, sent in zip(ALL_MODES, by_mode, strict=True) if sent},
-        arrived=tuple(rest[:num_ranks]),
+        expert_load=tuple(numbers),
+        wire_bytes_by_mode=by_mode,
+        arrived=arrived,
         exposed_seconds=nanoseconds / 1e9,
+        expert_seconds=expert_seconds,
         predicted_seconds=layer.switch.predicted,
     )

@@ -104,6 +104,7 @@ def _write(saved: SavedCheckpoint, source: Path, target: Path) -> None:
         saved.record.expert_groups if saved.record else {},
         saved.record.dispatch if saved.record else {},
         {name: [list(range(placement.num_experts))] for name, placement in placements.items()},
+        saved.record.rebalance if saved.record else {},
     )
     (target / RECORD_NAME).write_text(json.dumps(asdict(record), indent=1) + "\n")
 

@@ -25,6 +25,7 @@ class LayerStats:
         arrived: for each place in the expert-parallel group, the tokens that reached its experts, its own among them;
             in mode ``alltoall`` once for each choice.
         exposed_seconds: how long ranks stood still for messages, slower ranks' delay included.
+        expert_seconds: for each place in the expert-parallel group, how long the experts of its ranks took in forward.
         predicted_seconds: where the mode is ``auto``, a call in each mode that was weighed at the last choice.
     """
 
@@ -38,6 +39,7 @@ class LayerStats:
     wire_bytes_by_mode: Mapping[Mode, int] = field(default_factory=dict)
     arrived: tuple[int, ...] = ()
     exposed_seconds: float = 0.0
+    expert_seconds: tuple[float, ...] = ()
     predicted_seconds: Mapping[Mode, float] = field(default_factory=dict)
 
     @property

@@ -26,7 +26,7 @@ from ds_hybrid.moe.layer import MoE
 from ds_hybrid.placement import ExpertPlacement
 from ds_hybrid.rebalance.fragments import Fragment, StateFinder, num_elements
 from ds_hybrid.rebalance.rounds import Round, plan_rounds
-from ds_hybrid.rebalance.transfers import Extent, Holding, Part, Transfer, transfers_of
+from ds_hybrid.rebalance.transfers import Extent, Holding, Part, Transfer, bytes_of_state, transfers_of
 
 Layer = HybridAutoEPLayer | MoE
 
@@ -305,3 +305,9 @@ def _compare(plans: object) -> None:
     dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
     alike = int(lowest[0]) == -int(lowest[1])
     _agree(None if alike else "find the same plan as the others", doing="begin")
+
+
+def expert_bytes(layer: Layer, finder: StateFinder) -> int:
+    """The most bytes that this rank holds of one expert: what an expert that comes here brings along."""
+    _, described = _holding(layer, finder)
+    return max(bytes_of_state(described, slot) for slot in described)

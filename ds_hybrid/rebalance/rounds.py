@@ -51,17 +51,20 @@ def plan_rounds(current: ExpertPlacement, target: ExpertPlacement) -> tuple[Roun
         raise PlacementError(
             f"experts cannot move from {shapes[0][0]} ranks x {shapes[0][1]} slots to {shapes[1][0]} x {shapes[1][1]}."
         )
-    free_from: dict[int, int] = {}  # rank -> the first round that it has no part in yet
-    rounds: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
+    cycles_of_round: list[list[tuple[int, ...]]] = []
+    busy_in_round: list[set[int]] = []
     for cycle in _cycles(current, target):
-        ranks = [int(current.rank_of_expert[expert]) for expert in cycle]
-        number = max(free_from.get(rank, 0) for rank in ranks)
-        rounds[number].append(cycle)
-        free_from.update(dict.fromkeys(ranks, number + 1))
+        ranks = {int(current.rank_of_expert[expert]) for expert in cycle}
+        number = next((n for n, busy in enumerate(busy_in_round) if not busy & ranks), len(busy_in_round))
+        if number == len(busy_in_round):
+            cycles_of_round.append([])
+            busy_in_round.append(set())
+        cycles_of_round[number].append(cycle)
+        busy_in_round[number] |= ranks
     planned = []
     placement = current
-    for number in sorted(rounds):
-        moves = tuple(move for cycle in rounds[number] for move in _moves(cycle, placement))
+    for cycles in cycles_of_round:
+        moves = tuple(move for cycle in cycles for move in _moves(cycle, placement))
         placement = _after(placement, moves)
         planned.append(Round(moves, placement))
     return tuple(planned)

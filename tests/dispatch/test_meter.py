@@ -11,7 +11,16 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_hybrid.dispatch.meter import Meter, WireBytes, crossing, is_recomputing
 
-NOTHING = WireBytes(payload=0, metadata=0, by_mode={}, lower_bound=0, num_tokens=0, num_arrived=0, exposed_seconds=0.0)
+NOTHING = WireBytes(
+    payload=0,
+    metadata=0,
+    by_mode={},
+    lower_bound=0,
+    num_tokens=0,
+    num_arrived=0,
+    exposed_seconds=0.0,
+    expert_seconds=0.0,
+)
 
 
 def test_bytes_go_to_the_mode_that_sent_them() -> None:

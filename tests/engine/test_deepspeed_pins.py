@@ -21,9 +21,13 @@ from deepspeed.moe.ep_experts import GroupedExperts
 from deepspeed.moe.ep_router import TokenChoiceTopKRouter
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils.tensor_fragment import get_hp_fragment_mapping
 
 SOURCES = {
     # engine.initialize repeats the first; MoEEngine and HybridAutoEPLayer override the others.
@@ -72,6 +76,19 @@ SOURCES = {
         DeepSpeedZeroOptimizer_Stage3.get_grad_norm_direct,
         "89aab0f80f1a80b3",
     ),
+    # rebalance/fragments.py finds masters and states where these put them.
+    "get_hp_fragment_mapping": (get_hp_fragment_mapping, "46260f9494e68e6a"),
+    "BF16_Optimizer._setup_for_real_optimizer": (BF16_Optimizer._setup_for_real_optimizer, "d5c428fde5756bc4"),
+    "FP16_Optimizer.__init__": (FP16_Optimizer.__init__, "a4320f864c43c861"),
+    "FP16_UnfusedOptimizer.__init__": (FP16_UnfusedOptimizer.__init__, "1b648bf170179c70"),
+    "DeepSpeedZeroOptimizer_Stage3.set_grad_positions": (
+        DeepSpeedZeroOptimizer_Stage3.set_grad_positions,
+        "b6a16f474a21d919",
+    ),
+    "DeepSpeedZeroOptimizer_Stage3._get_fp32_opt_state_partition": (
+        DeepSpeedZeroOptimizer_Stage3._get_fp32_opt_state_partition,
+        "17cbde2bfa7a615b",
+    ),
     "AutoEPMoELayer._forward": (AutoEPMoELayer._forward, "701de38e30c779bc"),
     "AutoEPMoELayer._finalize_output": (AutoEPMoELayer._finalize_output, "2f1e012aa0c3be4a"),
     "AutoEPMoELayer.set_deepspeed_parallelism": (AutoEPMoELayer.set_deepspeed_parallelism, "bd85913ef9cba70e"),
@@ -105,6 +122,11 @@ NAMES = [
     "deepspeed.utils.groups:_create_expert_and_data_parallel",
     "deepspeed.utils.groups:mpu",
     "deepspeed.utils.bwc:bwc_tensor_model_parallel_world_size",
+    "deepspeed.checkpoint.autoep_affine:make_autoep_placement_descriptor",
+    "deepspeed.checkpoint.autoep_affine:autoep_placement_to_affine_map",
+    "deepspeed.checkpoint.constants:DS_AUTOEP_UC_META",
+    "deepspeed.utils.groups:_get_expert_data_parallel_group",
+    "deepspeed.runtime.zero.partition_parameters:ZeroParamStatus.AVAILABLE",
     # engine/router_logits.py
     "transformers.utils.output_capturing:_active_collector",
     # dispatch/missing.py, engine/groups.py

@@ -159,15 +159,15 @@ def client_states(folder: str) -> tuple[Any, Any]:
 
 
 def losses_of_both(run: AdamRun, folder: str) -> tuple[list[float], list[float]]:
-    """Losses of steps 2 and 3: straight on after a save at step 2, and in a new engine that loaded it."""
+    """Losses of steps 2 and 3, experts moving before each: straight on after a save, and in an engine that loaded it."""
     straight = make_engine(run)
     if run.seed is not None:
         place_anew(straight, seed=run.seed)
-    train(straight, range(2))
+    train_moving(straight, run, range(2))
     straight.save_checkpoint(folder)
     state, states = straight._auto_dispatch.state(), logical_states(straight)
     placements = [layer.placement for layer in layers_of(straight)]
-    expected = train(straight, range(2, 4))
+    expected = train_moving(straight, run, range(2, 4))
     straight.destroy()
     resumed = make_engine(run)
     resumed.load_checkpoint(folder)
@@ -175,9 +175,19 @@ def losses_of_both(run: AdamRun, folder: str) -> tuple[list[float], list[float]]
     assert run.mode != "auto" or set(state["modes"].values()) == {"alltoall"}
     assert [layer.placement for layer in layers_of(resumed)] == placements
     assert differences(logical_states(resumed), states) == []
-    losses = train(resumed, range(2, 4))
+    losses = train_moving(resumed, run, range(2, 4))
     resumed.destroy()
     return expected, losses
+
+
+def train_moving(engine: Any, run: AdamRun, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        if step and run.seed is not None:
+            layers = engine.moe_layers_by_name()
+            engine.move_experts({name: random_placement(layer, seed=step) for name, layer in layers.items()})
+        losses += train(engine, range(step, step + 1))
+    return losses
 
 
 def explicit_states_that_change(setup: Setup, folder: str) -> list[str]:

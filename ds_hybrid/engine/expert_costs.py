@@ -1,0 +1,112 @@
+"""What an expert's work and an expert's move take, measured on the running ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import deepspeed.comm as dist
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from ds_hybrid.dispatch.collectives import RankGroup
+from ds_hybrid.dispatch.hierarchical import CutByNodes
+from ds_hybrid.dispatch.measure import measure_link
+from ds_hybrid.dispatch.meter import Meter
+from ds_hybrid.engine.moe_stats import Layer
+from ds_hybrid.errors import HybridError
+from ds_hybrid.rebalance.fragments import StateFinder
+from ds_hybrid.rebalance.migrate import ExpertGrid, expert_bytes
+from ds_hybrid.rebalance.policy import Costs
+from ds_hybrid.topology.cluster import Cluster
+
+_FORWARD_AND_BACKWARD = 3
+"""A matrix product has two of its size in backward. Recomputation is left out, so gains are rather under-estimated."""
+
+
+class CostMeter:
+    """Measures for all layers together; all ranks see the same figures.
+
+    Args:
+        layers: of the model, in one order on every rank.
+        grids: by the number of expert-parallel ranks.
+        cut_by_nodes: gives the parts of an expert-parallel group that lies on several nodes.
+    """
+
+    def __init__(
+        self, layers: Sequence[Layer], grids: Mapping[int, ExpertGrid], cluster: Cluster, cut_by_nodes: CutByNodes
+    ) -> None:
+        self._layers = layers
+        self._grids = grids
+        self._cut_by_nodes = cut_by_nodes
+        self._nodes = {
+            size: tuple(cluster.host_of_rank[rank] for rank in grid.ranks[0]) for size, grid in grids.items()
+        }
+        self._seconds_per_byte: dict[int, tuple[float, float]] = {}
+        self._seconds_before = [0.0] * len(layers)
+        self._num_pairs = [0] * len(layers)
+        self._seconds_per_event = 0.0
+
+    def node_of_rank(self, layer: Layer) -> tuple[int, ...]:
+        """The node of each rank of the layer's first expert-parallel group."""
+        return self._nodes[layer.ep_size]
+
+    def count(self, num_pairs: Sequence[int]) -> None:
+        """Note the (token, choice) pairs that each layer's experts worked on in a step, all ranks together."""
+        self._num_pairs = [before + more for before, more in zip(self._num_pairs, num_pairs, strict=True)]
+
+    def add_event(self, seconds: float) -> None:
+        """Note what a rebalance has taken besides its moves, on the slowest rank."""
+        self._seconds_per_event = _largest([max(seconds, 0.0)])[0]
+
+    def measure(self, optimizer: Any) -> list[Costs]:
+        """The costs of each layer since the last time. Collective over all ranks; waits for the device."""
+        totals = [layer.meter.computing.total() for layer in self._layers]
+        spent = [total - before for total, before in zip(totals, self._seconds_before, strict=True)]
+        spent_on_all = _reduced(spent, dist.ReduceOp.SUM)
+        finder = StateFinder(optimizer)
+        moved = _largest([float(expert_bytes(layer, finder)) for layer in self._layers])
+        costs = [
+            self._costs_of(number, layer, spent_on_all[number], moved[number])
+            for number, layer in enumerate(self._layers)
+        ]
+        self._seconds_before, self._num_pairs = totals, [0] * len(self._layers)
+        return costs
+
+    def _costs_of(self, number: int, layer: Layer, seconds: float, num_bytes: float) -> Costs:
+        num_replicas = len(self._grids[layer.ep_size].ranks)  # which share the pairs of their experts
+        forward = seconds / self._num_pairs[number] / num_replicas if self._num_pairs[number] else 0.0
+        inside, across = self._links(layer)
+        return Costs(
+            seconds_per_pair=_FORWARD_AND_BACKWARD * forward,
+            seconds_per_move=num_bytes * inside,
+            seconds_per_move_across=num_bytes * across,
+            seconds_per_event=self._seconds_per_event,
+        )
+
+    def _links(self, layer: Layer) -> tuple[float, float]:
+        """Seconds per byte inside a node and across, on the slowest rank; measured once."""
+        if layer.ep_size not in self._seconds_per_byte:
+            group = layer.switch.group
+            ways = [group, group]
+            if len(set(self.node_of_rank(layer))) > 1:
+                try:
+                    nodes = self._cut_by_nodes(group.process_group).with_meter(Meter())
+                    ways = [nodes.inside, nodes.across]
+                except HybridError:  # each rank on its own node, or nodes of different size: one speed for all
+                    pass
+            speeds = [measure_link(RankGroup(way.process_group, Meter())) for way in ways] if group.size > 1 else []
+            inside, across = _largest([1 / speed.bandwidth for speed in speeds] or [0.0, 0.0])
+            self._seconds_per_byte[layer.ep_size] = inside, across
+        return self._seconds_per_byte[layer.ep_size]
+
+
+def _largest(values: Sequence[float]) -> list[float]:
+    return _reduced(values, dist.ReduceOp.MAX)
+
+
+def _reduced(values: Sequence[float], how: Any) -> list[float]:
+    total = torch.tensor(values, dtype=torch.float64, device=get_accelerator().current_device_name())
+    dist.all_reduce(total, op=how)
+    reduced: list[float] = total.tolist()
+    return reduced

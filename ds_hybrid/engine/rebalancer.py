@@ -1,0 +1,231 @@
+"""Between steps: looks at the load of each layer's experts, and moves them when that pays."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils.logging import print_dist
+
+from ds_hybrid.config import RebalanceConfig
+from ds_hybrid.engine.expert_costs import CostMeter
+from ds_hybrid.engine.moe_stats import Layer
+from ds_hybrid.engine.step_loads import Counts, StepLoads
+from ds_hybrid.errors import PlacementError
+from ds_hybrid.placement import ExpertPlacement
+from ds_hybrid.rebalance.algorithms import lower_bound, new_placement, rank_loads
+from ds_hybrid.rebalance.load import ExpertLoad
+from ds_hybrid.rebalance.migrate import MoveReport
+from ds_hybrid.rebalance.policy import (
+    Costs,
+    LayerOutlook,
+    Patience,
+    describe,
+    describe_measured,
+    event_pays,
+    is_unconditional,
+    measured_gain,
+    outlook,
+)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A move whose gain is still to be measured.
+
+    Attributes:
+        before, after: where the layer's experts were, and where they are since.
+        predicted: the gain in seconds per step.
+        counts: [E] int64, the pairs of each expert since then.
+        num_steps: how many steps that is.
+    """
+
+    before: ExpertPlacement
+    after: ExpertPlacement
+    predicted: float
+    counts: npt.NDArray[np.int64]
+    num_steps: int = 0
+
+    def with_step(self, counts: npt.NDArray[np.int64]) -> Trial:
+        return replace(self, counts=self.counts + counts, num_steps=self.num_steps + 1)
+
+
+@dataclass(frozen=True)
+class LayerWatch:
+    """What is known of one layer.
+
+    Attributes:
+        told: whether the log has said that the layer needs replication.
+    """
+
+    load: ExpertLoad
+    patience: Patience
+    trial: Trial | None = None
+    told: bool = False
+
+    def with_step(self, counts: npt.NDArray[np.int64]) -> LayerWatch:
+        trial = None if self.trial is None else self.trial.with_step(counts)
+        return replace(self, load=self.load.after(counts), trial=trial)
+
+    def to_json(self) -> dict[str, Any]:
+        """For a checkpoint; the trial is left out, so the first move after a resumption goes unmeasured."""
+        return {"load": self.load.to_json(), "patience": self.patience.to_json()}
+
+    @classmethod
+    def from_json(cls, state: Mapping[str, Any]) -> LayerWatch:
+        """What :meth:`to_json` gave."""
+        return cls(ExpertLoad.from_json(state["load"]), Patience.from_json(state["patience"]))
+
+
+class Rebalancer:
+    """Decides for all layers from the same integers and figures on all ranks, which call it together.
+
+    Args:
+        layers: of the model, in one order on every rank.
+        move: brings experts to other ranks, as :meth:`ds_hybrid.MoEEngine.move_experts`.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        config: RebalanceConfig,
+        costs: CostMeter,
+        move: Callable[[Mapping[str, ExpertPlacement]], MoveReport],
+    ) -> None:
+        self._layers = {layer.layer_name: layer for layer in layers}
+        self._config = config
+        self._costs = costs
+        self._move = move
+        self._step_loads = StepLoads(layers)
+        self._watches = {
+            name: LayerWatch(ExpertLoad.unknown(layer.num_experts, half_life=config.load_half_life), Patience())
+            for name, layer in self._layers.items()
+        }
+
+    def after_step(self, step: int, optimizer: Any) -> None:
+        """Count the pairs of the step before ``step``, and look at the layers whose time has come."""
+        self._count(self._step_loads.after_step())
+        due = [name for name in self._layers if self._is_due(name, step)]
+        if due:
+            self._look(due, step, optimizer)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, so that a resumed run decides as the one that was not interrupted."""
+        self._count(self._step_loads.settle())
+        return {name: watch.to_json() for name, watch in self._watches.items()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state`; layers that it does not know begin anew."""
+        self._step_loads.settle()
+        for name in self._watches.keys() & state.keys():
+            self._watches[name] = LayerWatch.from_json(state[name])
+
+    def _count(self, counts: Counts | None) -> None:
+        if counts is None:
+            return
+        self._costs.count([int(of_layer.sum()) for of_layer in counts])
+        for name, of_layer in zip(self._layers, counts, strict=True):
+            self._watches[name] = self._watches[name].with_step(of_layer)
+
+    def _is_due(self, name: str, step: int) -> bool:
+        watch, threshold = self._watches[name], self._config.threshold
+        if threshold is None:
+            return watch.patience.is_due(step, interval=self._config.interval)
+        placement, forecast = self._layers[name].placement, watch.load.forecast
+        busiest = rank_loads(forecast, placement.rank_of_expert, placement.num_ranks).max()
+        imbalance = busiest / lower_bound(forecast, placement.num_ranks) if forecast.any() else 1.0
+        return watch.patience.is_due(
+            step, interval=self._config.interval, imbalance=float(imbalance), threshold=threshold
+        )
+
+    def _look(self, due: Sequence[str], step: int, optimizer: Any) -> None:
+        began = time.perf_counter()
+        costs = dict(zip(self._layers, self._costs.measure(optimizer), strict=True))
+        targets, outlooks = {}, {}
+        for name in due:
+            self._measure(name, costs[name])
+            targets[name], outlooks[name] = self._propose(name, costs[name])
+            self._watches[name] = replace(self._watches[name], patience=self._watches[name].patience.looked(step))
+            self._tell(name, outlooks[name])
+        paying = {name: targets[name] for name in due if outlooks[name].pays}
+        unconditional = is_unconditional(self._config.algorithm)
+        pays = event_pays(list(outlooks.values()), costs[due[0]], horizon=self._config.horizon)
+        if not paying or not (pays or unconditional):
+            return
+        if self._config.dry_run:
+            _log(f"step {step}: dry run, nothing moves")
+            return
+        self._carry_out(paying, outlooks, step, began)
+
+    def _measure(self, name: str, costs: Costs) -> None:
+        """Close the trial of the last move, if there is one."""
+        watch = self._watches[name]
+        if watch.trial is None or not watch.trial.num_steps:
+            return
+        trial = watch.trial
+        gain = measured_gain(trial.counts / trial.num_steps, trial.before, trial.after, costs)
+        _log(describe_measured(name, predicted=trial.predicted, measured=gain))
+        self._watches[name] = replace(watch, patience=watch.patience.after(gain), trial=None)
+
+    def _propose(self, name: str, costs: Costs) -> tuple[ExpertPlacement, LayerOutlook]:
+        layer, load, config = self._layers[name], self._watches[name].load.forecast, self._config
+        nodes = self._costs.node_of_rank(layer)
+        proposed = new_placement(
+            config.algorithm,
+            load,
+            layer.placement,
+            node_of_rank=nodes,
+            cross_node_penalty=costs.cross_node_penalty,
+            thresholds=costs.thresholds(load, layer.placement.num_ranks, horizon=config.horizon),
+        )
+        plan = outlook(
+            load,
+            layer.placement,
+            proposed,
+            costs,
+            horizon=config.horizon,
+            min_gain=config.min_gain,
+            node_of_rank=nodes,
+            unconditional=is_unconditional(config.algorithm),
+        )
+        return proposed, plan
+
+    def _tell(self, name: str, plan: LayerOutlook) -> None:
+        lines = describe(name, plan)
+        if not plan.pays:
+            lines = [] if self._watches[name].told else lines[1:]
+        for line in lines:
+            _log(line)
+        self._watches[name] = replace(self._watches[name], told=plan.needs_replication)
+
+    def _carry_out(
+        self, targets: Mapping[str, ExpertPlacement], outlooks: Mapping[str, LayerOutlook], step: int, began: float
+    ) -> None:
+        before = {name: self._layers[name].placement for name in targets}
+        predicted = sum(outlooks[name].cost_seconds for name in targets)
+        try:
+            report = self._move(targets)
+        except PlacementError as error:
+            _log(f"step {step}: {error} Training goes on.")
+            return
+        get_accelerator().synchronize()
+        seconds = time.perf_counter() - began
+        self._costs.add_event(seconds - predicted)
+        _log(
+            f"step {step}: moved {report.num_moved} experts of {len(targets)} layers in {seconds:.3f} s, moves alone "
+            f"predicted {predicted:.3f} s; rank 0 sent {report.bytes_sent} bytes"
+        )
+        for name in targets:
+            layer, watch = self._layers[name], self._watches[name]
+            nothing = np.zeros(layer.num_experts, dtype=np.int64)
+            trial = Trial(before[name], layer.placement, outlooks[name].gain_seconds_per_step, nothing)
+            self._watches[name] = replace(watch, trial=trial)
+
+
+def _log(line: str) -> None:
+    print_dist(f"ds_hybrid: rebalance: {line}", ranks=[0])

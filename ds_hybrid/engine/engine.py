@@ -100,7 +100,8 @@ class MoEEngine(DeepSpeedEngine):
         config = self.hybrid_config.rebalance
         if not config.enabled or not layers:
             return None
-        costs = CostMeter(layers, self._expert_grids, self.cluster, self._cut_by_nodes)
+        all_groups = {size: self._expert_groups[f"ep_size_{size}"] for size in self._expert_grids}
+        costs = CostMeter(layers, self._expert_grids, all_groups, self.cluster, self._cut_by_nodes)
         return Rebalancer(layers, config, costs, self.move_experts)
 
     def _configure_expert_parallel(self, model: nn.Module, collect_sources: bool | None = None) -> Any:

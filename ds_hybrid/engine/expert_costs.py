@@ -30,17 +30,23 @@ class CostMeter:
     Args:
         layers: of the model, in one order on every rank.
         grids: by the number of expert-parallel ranks.
+        groups: all expert-parallel groups, likewise.
         cut_by_nodes: gives the parts of an expert-parallel group that lies on several nodes.
     """
 
     def __init__(
-        self, layers: Sequence[Layer], grids: Mapping[int, ExpertGrid], cluster: Cluster, cut_by_nodes: CutByNodes
+        self,
+        layers: Sequence[Layer],
+        grids: Mapping[int, ExpertGrid],
+        groups: Mapping[int, Sequence[Sequence[int]]],
+        cluster: Cluster,
+        cut_by_nodes: CutByNodes,
     ) -> None:
         self._layers = layers
         self._grids = grids
         self._cut_by_nodes = cut_by_nodes
         self._nodes = {
-            size: tuple(cluster.host_of_rank[rank] for rank in grid.ranks[0]) for size, grid in grids.items()
+            size: tuple(cluster.host_of_rank[rank] for rank in of_size[0]) for size, of_size in groups.items()
         }
         self._seconds_per_byte: dict[int, tuple[float, float]] = {}
         self._seconds_before = [0.0] * len(layers)

@@ -28,12 +28,15 @@ def expert_groups_of_all_ranks(names: Sequence[str]) -> dict[str, list[list[int]
 
 
 def expert_grid(name: str) -> ExpertGrid:
-    """The ranks that hold experts of the groups of one size, by DeepSpeed's name of it. Collective over all ranks."""
-    ranks = dist.get_process_group_ranks(deepspeed_groups._get_expert_parallel_group(name))
+    """The ranks that hold experts of the groups of one size, by DeepSpeed's name of it. Collective over all ranks.
+
+    torch sorts the ranks of a group, so the replicas of a place need not come in the order of its neighbour's.
+    """
+    group = deepspeed_groups._get_expert_parallel_group(name)
     replicas = deepspeed_groups._get_expert_data_parallel_group(name)
-    of_replica: list[list[int]] = [[]] * dist.get_world_size(replicas)
-    dist.all_gather_object(of_replica, ranks, group=replicas)
-    return ExpertGrid(tuple(map(tuple, of_replica)), replicas)
+    of_place: list[list[int]] = [[]] * dist.get_world_size(group)
+    dist.all_gather_object(of_place, dist.get_process_group_ranks(replicas), group=group)
+    return ExpertGrid(tuple(zip(*of_place, strict=True)), replicas)
 
 
 def use_expert_groups(layout: Layout, *, timeout_seconds: int | None = None) -> None:

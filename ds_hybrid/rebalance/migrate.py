@@ -40,7 +40,7 @@ class ExpertGrid:
     """The ranks that hold one model's experts.
 
     Attributes:
-        ranks: [D][P], the expert-parallel groups in the order of their places among replicas.
+        ranks: [D][P], by the share of an expert's state, and by the place in an expert-parallel group.
         replicas: the process group of the D ranks that hold what this one holds.
     """
 

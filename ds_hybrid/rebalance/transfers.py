@@ -63,7 +63,7 @@ def transfers_of(
 
     Args:
         holdings: of each of the D expert-data-parallel ranks.
-        grid: [D][P] global ranks.
+        grid: [D][P] global ranks: who has which share at which place.
     """
     num_replicas = len(holdings)
     for move in planned.moves:

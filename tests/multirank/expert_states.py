@@ -53,6 +53,9 @@ def _expert_group(layer: Any) -> Any:
 def _full_states(engine: Any, parameter: Any) -> dict[str, Tensor]:
     """The whole parameter's weights, master and moments. Collective over its replicas."""
     optimizer = engine.optimizer
+    if not parameter.requires_grad:
+        with deepspeed.zero.GatheredParameters([parameter]):
+            return {"weights": parameter.detach().clone()}
     if engine.zero_optimization_stage() == 0 and not hasattr(parameter, "_hp_mapping"):
         master = parameter
         if hasattr(optimizer, "fp32_groups"):  # bf16

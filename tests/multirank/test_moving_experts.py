@@ -18,6 +18,7 @@ from ds_hybrid.rebalance.fragments import Fragment, StateFinder
 from ds_hybrid.rebalance.migrate import CHECK_BYTES
 from tests.multirank import explicit
 from tests.multirank.expert_states import States, expert_states
+from tests.multirank.test_expert_groups import other_groups
 from tests.multirank.training import Run, batch, make_engine
 from tests.ranks import RankPool
 
@@ -27,7 +28,6 @@ CONVERTED = Run(mode="alltoall", adam=True, accumulation=2, checkpointing=False,
 EXPLICIT = explicit.Setup(
     adam=True, accumulation=2, checkpointing=False, clip=1.0, dispatch={"mode": "alltoall"}, lengths=(6, 5, 0, 3)
 )
-FP32_GRADIENTS = {"data_types": {"grad_accum_dtype": "fp32"}}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 PERSISTENT = {"stage3_param_persistence_threshold": 10**6}
 SHARDED = {"stage3_param_persistence_threshold": 0}
@@ -95,6 +95,30 @@ def test_other_sizes_and_options(
     run = replace(CONVERTED, zero_stage=zero_stage, zero_options=zero_options, ep_size=ep_size, bf16=bf16)
     for outcome in four_ranks.run(compare, replace(run, num_steps=SHORT)):
         check(outcome, bf16=bf16)
+
+
+FROZEN = ("self_attn", "gate.weight")
+"""What trains where experts do not."""
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(replace(CONVERTED, bf16=True, fp32_gradients=True), id="fp32 gradients"),
+        pytest.param(replace(CONVERTED, trained=FROZEN), id="frozen experts"),
+        pytest.param(replace(CONVERTED, trained=FROZEN, zero_stage=3, zero_options=SHARDED), id="frozen, ZeRO 3"),
+        pytest.param(replace(CONVERTED, model_type="deepseek_v3", mode="two_stage"), id="DeepSeek-V3"),
+        pytest.param(replace(CONVERTED, expert_groups=[[0, 3], [1, 2]]), id="named groups"),
+    ],
+)
+def test_other_engines(four_ranks: RankPool, run: Run) -> None:
+    for outcome in four_ranks.run(compare_in_own_groups, replace(run, num_steps=SHORT)):
+        check(outcome, bf16=run.bf16)
+
+
+def compare_in_own_groups(run: Run) -> Outcome:
+    with other_groups():
+        return compare(run)
 
 
 @pytest.mark.parametrize("zero_stage", [1, 3])
@@ -198,7 +222,7 @@ def train(run: Run | explicit.Setup, num_steps: int, between: Callable[[Any, int
 
 def loss_of(engine: Any, run: Run | explicit.Setup, step: int, micro: int) -> Tensor:
     if isinstance(run, Run):
-        ids = batch(step, dist.get_rank(), micro)
+        ids = batch(step, dist.get_rank() // run.tp_size, micro)
         loss: Tensor = engine(input_ids=ids, labels=ids).loss
         return loss
     tokens = explicit.batch(run, step, dist.get_rank(), micro)

@@ -26,6 +26,7 @@ from ds_hybrid.dispatch.shares import TokenShares
 from ds_hybrid.engine import engine as engine_module
 from ds_hybrid.errors import ConfigError
 from ds_hybrid.topology import probe
+from tests.multirank import test_moving_experts as moving
 from tests.multirank.models import CONFIGS, VOCABULARY, is_known, make_model
 from tests.multirank.test_presets import Comparison
 from tests.multirank.training import (
@@ -418,3 +419,11 @@ def losses_of_file(document: dict[str, Any]) -> list[float]:
         losses.append(float(loss.detach()))
     engine.destroy()
     return losses
+
+
+@pytest.mark.parametrize("ep_size", [2, 4])
+def test_experts_move(four_ranks: RankPool, ep_size: int) -> None:
+    """Among the ranks of a tensor-parallel group, and across two of them."""
+    run = replace(moving.CONVERTED, tp_size=2, ep_size=ep_size, num_kv_heads=4, num_steps=4)
+    for outcome in four_ranks.run(moving.compare, run):
+        moving.check(outcome, bf16=False)

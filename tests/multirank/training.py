@@ -50,6 +50,7 @@ class Run:
     tp_size: int = 1  # ranks that share one copy of the attention, and the batch
     num_kv_heads: int | None = None  # None: the tiny model's own
     adam: bool = False  # else SGD
+    fp32_gradients: bool = False  # accumulated in fp32 beside bf16 weights: another optimizer of DeepSpeed's
 
     @property
     def learning_rate(self) -> float:
@@ -79,6 +80,7 @@ class Run:
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "bf16": {"enabled": self.bf16},
+            "data_types": {"grad_accum_dtype": "fp32"} if self.fp32_gradients else {},
             "expert_parallel": {"enabled": True, "autoep_size": self.ep_size},
             "tensor_parallel": PLANS["a"]["tensor_parallel"] | {"autotp_size": self.tp_size}
             if self.tp_size > 1

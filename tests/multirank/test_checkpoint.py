@@ -159,7 +159,7 @@ def client_states(folder: str) -> tuple[Any, Any]:
 
 
 def losses_of_both(run: AdamRun, folder: str) -> tuple[list[float], list[float]]:
-    """Losses of steps 2 and 3, experts moving before each: straight on after a save, and in an engine that loaded it."""
+    """Losses of steps 2 and 3, experts moving before each: straight on after a save, and in an engine that loaded."""
     straight = make_engine(run)
     if run.seed is not None:
         place_anew(straight, seed=run.seed)

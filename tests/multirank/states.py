@@ -28,15 +28,17 @@ def random_placement(layer: HybridAutoEPLayer | ds_hybrid.MoE, seed: int) -> Exp
 
 
 def logical_states(engine: Any) -> States:
-    """Of every trained parameter by the whole model's names: "fp32", and "exp_avg", "exp_avg_sq" where they are there.
+    """By the whole model's names: "fp32", "exp_avg", "exp_avg_sq" where they are there; "untrained" values of the rest.
 
     Experts of converted layers are [E, ...] in logical order, those of explicit ones have logical numbers. Collective.
     """
     _link_optimizer_states(engine.optimizer)
-    local = {
-        name: _states_of(engine, parameter)
-        for name, parameter in engine.module.named_parameters()
-        if parameter.requires_grad
+    trained = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
+    local = {name: _states_of(engine, parameter) for name, parameter in trained.items()}
+    local |= {
+        name: {"untrained": value.detach().clone()}
+        for name, value in engine.module.state_dict().items()
+        if name not in trained
     }
     states: States = {}
     layers = engine.moe_layers_by_name()

@@ -181,7 +181,7 @@ class Rebalancer:
             layer.placement,
             node_of_rank=nodes,
             cross_node_penalty=costs.cross_node_penalty,
-            thresholds=costs.thresholds(load, horizon=config.horizon),
+            thresholds=costs.thresholds(load, layer.placement.num_ranks, horizon=config.horizon),
         )
         plan = outlook(
             load,

@@ -36,6 +36,22 @@ class AdamRun(Run):
         return {**super().ds_config(), "optimizer": adam}
 
 
+@dataclass(frozen=True)
+class EagerRun(AdamRun):
+    """Every second step it moves whatever gains anything."""
+
+    def ds_config(self) -> dict[str, Any]:
+        config = super().ds_config()
+        config["ds_hybrid"]["rebalance"] = {
+            "enabled": True,
+            "interval": 2,
+            "load_half_life": 3,
+            "horizon": 10**6,
+            "min_gain": 0.0,
+        }
+        return config
+
+
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("ep_size", [2, 4])
 def test_resume_equals_not_stopping(four_ranks: RankPool, tmp_path: Path, zero_stage: int, ep_size: int) -> None:
@@ -75,6 +91,17 @@ def test_records_that_are_not_of_the_files_are_refused_on_every_rank(four_ranks:
     ]
     for messages in four_ranks.run(refusals, str(tmp_path)):
         assert messages == expected
+
+
+def test_what_moves_experts_is_resumed(four_ranks: RankPool, tmp_path: Path) -> None:
+    """The loads that it knows, how patient it is with each layer, and where its moves have brought the experts."""
+    for kept, resumed, losses, straight in four_ranks.run(
+        rebalanced, EagerRun(seed=None, mode="alltoall"), str(tmp_path)
+    ):
+        assert resumed == kept
+        assert any(layer["load"] for layer in kept[0].values())
+        assert kept[1] != [[[0, 1, 2, 3], [4, 5, 6, 7]]] * 2, "nothing has moved"
+        assert losses == pytest.approx(straight, abs=1e-6, rel=0)
 
 
 def test_dispatchers_of_auto_are_resumed(four_ranks: RankPool, tmp_path: Path) -> None:
@@ -188,6 +215,26 @@ def train_moving(engine: Any, run: AdamRun, steps: range) -> list[float]:
             engine.move_experts({name: random_placement(layer, seed=step) for name, layer in layers.items()})
         losses += train(engine, range(step, step + 1))
     return losses
+
+
+def rebalanced(run: EagerRun, folder: str) -> tuple[Any, Any, list[float], list[float]]:
+    """The rebalancer's state and the placements, as saved and as loaded; then the losses, resumed and straight."""
+
+    def state(engine: Any) -> Any:
+        return engine._rebalancer.state(), [layer.placement.expert_of_slot.tolist() for layer in layers_of(engine)]
+
+    straight = make_engine(run)
+    train(straight, range(5))
+    straight.save_checkpoint(folder)
+    kept = state(straight)
+    expected = train(straight, range(5, 8))
+    straight.destroy()
+    resumed = make_engine(run)
+    resumed.load_checkpoint(folder)
+    loaded = state(resumed)
+    losses = train(resumed, range(5, 8))
+    resumed.destroy()
+    return kept, loaded, losses, expected
 
 
 def explicit_states_that_change(setup: Setup, folder: str) -> list[str]:

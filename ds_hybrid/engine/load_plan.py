@@ -56,6 +56,12 @@ def plan_load(
                 f"{saved.folder}: a run without ZeRO does not load universal checkpoints. Set zero_optimization.stage "
                 "to 1; or let a run without ZeRO save, whose checkpoints load at other sizes as they are."
             )
+        then = saved.record.expert_groups if saved.record else {}
+        if then and len(then) != len(groups):
+            raise CheckpointError(
+                f"{saved.folder}: saved with {len(then)} values of ep_size, this run has {len(groups)}, and so other "
+                "parameter groups. Let layers that had different values have different ones."
+            )
         ordered = {name: ExpertPlacement.contiguous(p.num_experts, p.num_ranks) for name, p in layers.items()}
         return LoadPlan(ordered, ordered)
     before = _saved_placements(saved, layers)

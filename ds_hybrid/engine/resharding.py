@@ -40,6 +40,10 @@ class LocalNames:
         experts: list[int] = layer.placement.expert_of_slot[self._place[layer.name]].tolist()
         return experts
 
+    def expert(self, layer: ExpertLayer, name: str) -> int:
+        """The logical expert whose parameter this is, of an explicit layer."""
+        return self.experts_of(layer)[int(name.removeprefix(layer.prefix).partition(".")[0])]
+
     def whole(self, name: str) -> str:
         """In a converted layer, all experts have one name."""
         layer = self.layer_of(name)
@@ -86,23 +90,24 @@ def load_unparted_optimizer(
         placements: those of the checkpoint.
     """
     files = _SavedOptimizers(saved, placements)
-    state = {}
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for number, parameter in enumerate(parameters):
-        name = names[parameter]
-        layer = local.layer_of(name)
-        if layer is None:
-            state[number] = files.state(0, name)
-        elif layer.stacked:
-            state[number] = files.stack(layer, name, local.experts_of(layer))
-        else:
-            state[number] = files.expert(layer, local.whole(name))
-    of_saved = files.groups()
-    groups = [
-        {**own, **{key: value for key, value in then.items() if key not in ("params", "name", "moe")}}
-        for own, then in zip(optimizer.state_dict()["param_groups"], of_saved, strict=True)
-    ]
-    optimizer.load_state_dict({"state": {key: value for key, value in state.items() if value}, "param_groups": groups})
+    state: dict[int, dict[str, Any]] = {}
+    groups = optimizer.state_dict()["param_groups"]
+    for own, live in zip(groups, optimizer.param_groups, strict=True):
+        for number, parameter in zip(own["params"], live["params"], strict=True):
+            name = names[parameter]
+            layer = local.layer_of(name)
+            if layer is None:
+                found = files.state(0, name)
+            elif layer.stacked:
+                found = files.stack(layer, name, local.experts_of(layer))
+            else:
+                expert = local.expert(layer, name)
+                name = files.slot_name(layer, name, expert)
+                found = files.state(files.file(layer, expert), name)
+            if found:
+                state[number] = found
+            own |= {key: value for key, value in files.group(name).items() if key not in ("params", "name", "moe")}
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 class _SavedOptimizers:
@@ -124,24 +129,19 @@ class _SavedOptimizers:
             for place in range(len(self._writers))
         ]
 
-    def groups(self) -> list[dict[str, Any]]:
-        groups: list[dict[str, Any]] = self._files[0]["param_groups"]
-        return groups
+    def group(self, name: str) -> dict[str, Any]:
+        """The options of the parameter group that the parameter was in."""
+        number = self._number[name]
+        return next(group for group in self._files[0]["param_groups"] if number in group["params"])
 
     def state(self, file: int, name: str) -> dict[str, Any]:
         state: dict[str, Any] = self._files[file]["state"].get(self._number[name], {})
         return state
 
-    def expert(self, layer: ExpertLayer, name: str) -> dict[str, Any]:
-        """Of an explicit expert's parameter, by the whole model's name."""
-        expert = int(name.removeprefix(layer.prefix).partition(".")[0])
-        placement = self._placements[layer.name]
-        return self.state(self._file(layer, expert), slot_name(name, int(placement.slot_of_expert[expert])))
-
     def stack(self, layer: ExpertLayer, name: str, experts: list[int]) -> dict[str, Any]:
         """Of a converted layer's tensor with these experts."""
         slots = self._placements[layer.name].slot_of_expert
-        states = [(self.state(self._file(layer, expert), name), int(slots[expert])) for expert in experts]
+        states = [(self.state(self.file(layer, expert), name), int(slots[expert])) for expert in experts]
         return {
             key: torch.stack([state[key][slot] for state, slot in states])
             if isinstance(value, Tensor) and value.ndim
@@ -149,7 +149,12 @@ class _SavedOptimizers:
             for key, value in states[0][0].items()
         }
 
-    def _file(self, layer: ExpertLayer, expert: int) -> int:
+    def slot_name(self, layer: ExpertLayer, name: str, expert: int) -> str:
+        """What the rank that had an explicit expert called its parameter."""
+        return slot_name(name, int(self._placements[layer.name].slot_of_expert[expert]))
+
+    def file(self, layer: ExpertLayer, expert: int) -> int:
+        """The file of a rank that had an expert."""
         placement = self._placements[layer.name]
         place_of = self._place[f"ep_size_{placement.num_ranks}"]
         place = int(placement.rank_of_expert[expert])

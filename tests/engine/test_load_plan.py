@@ -109,6 +109,11 @@ def test_a_universal_one_is_in_order() -> None:
             {},
             "placements: mlp: 6 experts, the model's layer has 4. Build the model that was saved.",
         ),
+        (
+            saved(ALL, record=Record({"ep_size_2": PAIRS, "ep_size_4": ALL}, {}, {"mlp": ALL}), is_universal=True),
+            {"universal": True},
+            "runs/step5: saved with 2 values of ep_size, this run has 1, and so other parameter groups.",
+        ),
         (saved(), {"universal": True}, "runs/step5: is no universal checkpoint"),
         (saved(is_universal=True), {}, "runs/step5: is a universal checkpoint"),
         (

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+import ds_hybrid
 from ds_hybrid.engine.universal import convert
 from ds_hybrid.errors import CheckpointError
 from tests.multirank import explicit
-from tests.multirank.explicit import Setup
+from tests.multirank.explicit import EXPERTS, HIDDEN, Setup, Toy
 from tests.multirank.states import differences, logical_states
 from tests.multirank.test_checkpoint import AdamRun, make_explicit_engine, place_anew, train, train_explicit
 from tests.multirank.test_expert_groups import other_groups
@@ -33,13 +34,30 @@ class ResumedRun(AdamRun):
 
 @dataclass(frozen=True)
 class ResumedSetup(Setup):
+    """``other_ep_size`` is that of a second layer, if there is to be one."""
+
     universal: bool = False
+    other_ep_size: int | None = None
 
     def ds_config(self, *, optimizer: bool = True) -> dict[str, Any]:
         return {**super().ds_config(optimizer=optimizer), "checkpoint": {"load_universal": self.universal}}
 
 
 Case = ResumedRun | ResumedSetup
+
+
+class TwoSizes(Toy):
+    """Layers whose experts are parted in different ways."""
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        assert isinstance(setup, ResumedSetup)
+        self.other = ds_hybrid.MoE(
+            HIDDEN, lambda: nn.Linear(HIDDEN, HIDDEN), EXPERTS, ep_size=setup.other_ep_size or 1, k=2, seed=2
+        )
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(self.other(tokens)[0])
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +85,8 @@ SETUP = ResumedSetup(ep_size=4, num_steps=2)
         replace(SETUP, zero_stage=0, ep_size=2),
         replace(SETUP, zero_stage=1, options={"score": "sigmoid", "bias_update_rate": 0.1}),
         replace(SETUP, zero_stage=2, ep_size=2),
+        replace(SETUP, zero_stage=0, other_ep_size=2),
+        replace(SETUP, zero_stage=1, other_ep_size=2),
     ],
     ids=lambda case: f"{type(case).__name__}-{case.zero_stage}-{case.ep_size}",
 )
@@ -74,6 +94,8 @@ def test_every_state_is_loaded_at_other_sizes(pools: dict[int, RankPool], tmp_pa
     pools[4].run(save, case, str(tmp_path))
     other = {2: 4, 4: 2}[case.ep_size]
     targets = [(4, other), (2, 2)] if isinstance(case, ResumedRun) else [(4, other), (4, 1), (2, 2)]
+    if isinstance(case, ResumedSetup) and case.other_ep_size:
+        targets = [(4, 1), (2, 1)]
     for num_ranks, ep_size in targets:
         target = replace(case, ep_size=ep_size, universal=case.zero_stage > 0, **_default_groups(case))
         for changed, error in pools[num_ranks].run(load, target, str(tmp_path)):
@@ -114,7 +136,9 @@ def _default_groups(case: Case) -> dict[str, Any]:
 
 
 def make(case: Case) -> Any:
-    return make_engine(case) if isinstance(case, ResumedRun) else make_explicit_engine(case)
+    if isinstance(case, ResumedRun):
+        return make_engine(case)
+    return make_explicit_engine(case, Toy if case.other_ep_size is None else TwoSizes)
 
 
 def loss(engine: Any, case: Case) -> float:

@@ -144,8 +144,9 @@ class Rebalancer:
         )
 
     def _look(self, due: Sequence[str], step: int, optimizer: Any) -> None:
-        began = time.perf_counter()
+        self._count(self._step_loads.settle())  # measured are the seconds of this step too
         costs = dict(zip(self._layers, self._costs.measure(optimizer), strict=True))
+        began = time.perf_counter()
         targets, outlooks = {}, {}
         for name in due:
             self._measure(name, costs[name])
@@ -159,6 +160,7 @@ class Rebalancer:
         if paying and not carry_out:
             seconds = costs[due[0]].seconds_per_event
             _log(f"step {step}: moves of {len(paying)} layers would pay, but not an event of {seconds:.3f} s for them")
+            self._costs.refuse_event()
         elif carry_out and self._config.dry_run:
             _log(f"step {step}: dry run, nothing moves")
         elif carry_out:

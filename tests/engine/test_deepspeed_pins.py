@@ -12,6 +12,7 @@ from typing import Any
 
 import deepspeed
 import pytest
+from deepspeed.checkpoint import ds_to_universal, universal_checkpoint
 from deepspeed.module_inject.auto_ep_folding import autoep_folding_gradient_reduction_strategy
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.module_inject.auto_ep_presets import base
@@ -21,6 +22,7 @@ from deepspeed.moe.ep_experts import GroupedExperts
 from deepspeed.moe.ep_router import TokenChoiceTopKRouter
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
@@ -48,6 +50,17 @@ SOURCES = {
     "MoE.__init__": (MoE.__init__, "04fd3d2bebe0874f"),
     "MoE._create_process_groups": (MoE._create_process_groups, "44dda63d114c41ba"),
     "DeepSpeedEngine._save_moe_checkpoint": (DeepSpeedEngine._save_moe_checkpoint, "cf5acf06f0a6e168"),
+    # engine/universal.py writes what the second and third read and calls the fourth; engine/resharding.py changes the
+    # names by which the first looks for parameters.
+    "load_hp_checkpoint_state_from_checkpoint_dir": (
+        ZeROOptimizer.load_hp_checkpoint_state_from_checkpoint_dir,
+        "7532435ffb5b067a",
+    ),
+    "load_hp_checkpoint_state": (universal_checkpoint.load_hp_checkpoint_state, "981405e95ffd4c73"),
+    "_resolve_autoep_partition": (universal_checkpoint._resolve_autoep_partition, "b634f745c598e0f8"),
+    "ds_to_universal.main": (ds_to_universal.main, "24d330b69ba1d510"),
+    "DeepSpeedZeroOptimizer.state_dict": (DeepSpeedZeroOptimizer.state_dict, "2ad067a97760517b"),
+    "DeepSpeedEngine._commit_decoupled_checkpoint": (DeepSpeedEngine._commit_decoupled_checkpoint, "87f63fd0ac658106"),
     # engine/parameter_groups.py relies on options that it copies to each part.
     "split_params_into_different_moe_groups_for_optimizer": (
         split_params_into_different_moe_groups_for_optimizer,
@@ -105,6 +118,9 @@ NAMES = [
     "deepspeed.constants:TORCH_DISTRIBUTED_DEFAULT_PORT",
     "deepspeed.runtime.engine:DeepSpeedEngine._configure_python_gc",
     "deepspeed.runtime.engine:DeepSpeedEngine.gradient_clipping",
+    "deepspeed.runtime.engine:DeepSpeedEngine.use_node_local_storage",
+    "deepspeed.runtime.engine:DeepSpeedEngine.load_universal_checkpoint",
+    "deepspeed.runtime.checkpoint_engine.checkpoint_engine:CheckpointEngine.is_decoupled",
     # engine/clipping.py
     "deepspeed.moe.utils:is_moe_param",
     "deepspeed.utils.groups:_get_expert_parallel_group",

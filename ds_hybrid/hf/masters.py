@@ -77,7 +77,7 @@ class Masters:
 
 
 def masters_of_stages_1_and_2(files: CheckpointFiles, groups_of: GroupsOf) -> Masters:
-    """ZeRO 1 and 2: each rank has a run of each flat group, and says what lies where in it."""
+    """ZeRO 1 and 2: the parameters of a group lie one after the other, and each rank has an equal run of that."""
     return Masters.of(_fragments_of_stages_1_and_2(files, groups_of))
 
 
@@ -87,40 +87,58 @@ def masters_of_stage_3(files: CheckpointFiles) -> Masters:
 
 
 def _fragments_of_stages_1_and_2(files: CheckpointFiles, groups_of: GroupsOf) -> Iterator[Fragment]:
-    tp_size = files.tp_size
-    for place, tp in sorted(files.shards):
-        state = load(files.shards[place, tp])["optimizer_state_dict"]
-        try:
-            options = state["base_optimizer_state"]["param_groups"]
-            flat_groups, mappings = state["single_partition_of_fp32_groups"], state["param_slice_mappings"]
-        except (KeyError, TypeError):
+    # Not by the run's own param_slice_mappings: with round_robin_gradients, they tell places of another order.
+    model_states = {tp: load(files.model_states[0, tp]) for tp in range(files.tp_size)}
+    partition_sizes: dict[tuple[int, int, int], int] = {}
+    for dp, tp in sorted(files.shards):
+        state = load(files.shards[dp, tp])["optimizer_state_dict"]
+        shapes_of_groups = model_states[tp]["param_shapes"]
+        paddings = state.get("param_alignment_paddings") or [[0] * len(shapes) for shapes in shapes_of_groups]
+        if not isinstance(state["base_optimizer_state"], dict):
             raise CheckpointError(
-                f"{files.shards[place, tp]}: does not say which values are whose. Save the run without "
+                f"{files.shards[dp, tp]}: does not say which values are experts'. Save the run without "
                 "zero_optimization.elastic_checkpoint."
-            ) from None
-        for option, flat, mapping in zip(options, flat_groups, mappings, strict=True):
-            where, ep_size = tp, 0
-            if option.get("moe"):
-                groups = groups_of(option["name"])
-                rank = place * tp_size + tp
-                where = next(list(group).index(rank) for group in groups if rank in group)
-                ep_size = len(groups[0])
-            for name, address in mapping.items():
-                yield Fragment(name, where, ep_size, flat[address.start : address.start + address.numel])
+            )
+        options = state["base_optimizer_state"]["param_groups"]
+        for group, flat in enumerate(state["single_partition_of_fp32_groups"]):
+            place, ep_size, part = tp, 0, dp
+            if options[group].get("moe"):
+                place, ep_size, part = _place(dp * files.tp_size + tp, options[group]["name"], groups_of)
+            # Ranks come in order, so this is that of the first part, which is never cut short as the last one is.
+            size = partition_sizes.setdefault((group, place, ep_size), flat.numel())
+            start = 0
+            for (name, shape), padding in zip(shapes_of_groups[group].items(), paddings[group], strict=True):
+                end = start + math.prod(shape)
+                first, last = max(start - part * size, 0), min(end - part * size, flat.numel())
+                if first < last:
+                    yield Fragment(name, place, ep_size, flat[first:last])
+                start = end + padding
+
+
+def _place(rank: int, name: str, groups_of: GroupsOf) -> tuple[int, int, int]:
+    """A rank's place in its expert-parallel group, the group's size, and the rank's among those with the same place."""
+    groups = [list(group) for group in groups_of(name)]
+    for group in groups:
+        if rank in group:
+            place = group.index(rank)
+            return place, len(group), sorted(other[place] for other in groups).index(rank)
+    raise CheckpointError(
+        f"ds_hybrid.json: expert_groups of {name} is {groups}, without rank {rank}. Restore the file from the run."
+    )
 
 
 def _fragments_of_stage_3(files: CheckpointFiles) -> Iterator[Fragment]:
-    for place, tp in sorted(files.shards):
-        state = load(files.shards[place, tp])["optimizer_state_dict"]
-        model_state = load(files.model_states[place, tp])
+    for dp, tp in sorted(files.shards):
+        state = load(files.shards[dp, tp])["optimizer_state_dict"]
+        model_state = load(files.model_states[dp, tp])
         layer: Mapping[str, Any] = next(iter(model_state["ds_autoep_layers"] or ()), {})
         groups = state.get("ds_zero_partition_groups") or [{}] * len(state["fp32_flat_groups"])
         for shapes, flat, group in zip(model_state["param_shapes"], state["fp32_flat_groups"], groups, strict=True):
             is_expert = "autoep_expert" in group.get("families", ())
-            where, ep_size = (layer["ep_rank"], layer["ep_size"]) if is_expert else (tp, 0)
+            place, ep_size = (layer["ep_rank"], layer["ep_size"]) if is_expert else (tp, 0)
             count = group.get("partition_count", state["partition_count"])
             start = 0
             for name, shape in shapes.items():
                 length = math.ceil(math.prod(shape) / count)
-                yield Fragment(name, where, ep_size, flat[start : start + length])
+                yield Fragment(name, place, ep_size, flat[start : start + length])
                 start += length

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ds_hybrid.errors import CheckpointError
 from ds_hybrid.hf.whole_model import SavedModel
@@ -24,9 +26,13 @@ def save_pretrained(saved: SavedModel, config: Path, out: Path, *, dtype: torch.
     Raises:
         CheckpointError: transformers does not know the model, or it asks for other tensors than the checkpoint has.
     """
-    model = _empty_model(config)
-    _fill(model, saved, dtype)
-    model.save_pretrained(out, max_shard_size=max_shard_size)
+    model = _empty_model(config).to(dtype)
+    is_converted = any(layer.is_converted for layer in saved.layers)
+    blocks = hugging_face_blocks(model, saved.ds_config["expert_parallel"]) if is_converted else ()
+    state = to_hugging_face(saved.state_dict(dtype), blocks)
+    _check_names(model, state, saved)
+    published = _published(model, state, [block.spec.moe_module_name for block in blocks], dtype)
+    model.save_pretrained(out, state_dict=published, save_original_format=False, max_shard_size=max_shard_size)
     generation = config.parent / _GENERATION
     if generation.is_file():
         shutil.copyfile(generation, out / _GENERATION)
@@ -65,20 +71,33 @@ def _empty_model(path: Path) -> Any:
         ) from None
 
 
-def _fill(model: Any, saved: SavedModel, dtype: torch.dtype) -> None:
-    is_converted = any(layer.is_converted for layer in saved.layers)
-    blocks = hugging_face_blocks(model, saved.ds_config["expert_parallel"]) if is_converted else ()
-    state = to_hugging_face(saved.state_dict(dtype), blocks)
-    _check_names(model, state, saved)
+def _published(model: Any, state: dict[str, Tensor], blocks: Sequence[str], dtype: torch.dtype) -> dict[str, Tensor]:
+    """``state`` as transformers writes it, which differs from its modules: experts one by one, names of old.
+
+    It is emptied, block by block: transformers itself would have the experts twice.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
     in_fp32 = [*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())]
-    for name, value in state.items():
-        if value.is_floating_point() and not any(part in name for part in in_fp32):
-            state[name] = value.to(dtype)
-    model.load_state_dict(state, strict=False, assign=True)
-    model.tie_weights()
+    for tied in model.all_tied_weights_keys:
+        state.pop(tied, None)
+    published: dict[str, Tensor] = {}
+    for block in (*(f"{path}." for path in blocks), ""):
+        names = [name for name in state if name.startswith(block)]
+        part = {name: _cast(state.pop(name), torch.float32 if _is_one_of(name, in_fp32) else dtype) for name in names}
+        published |= revert_weight_conversion(model, part)
+    return published
 
 
-def _check_names(model: Any, state: dict[str, torch.Tensor], saved: SavedModel) -> None:
+def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
+    return value.to(dtype) if value.is_floating_point() else value
+
+
+def _is_one_of(name: str, parts: Sequence[str]) -> bool:
+    return any(part in name for part in parts)
+
+
+def _check_names(model: Any, state: dict[str, Tensor], saved: SavedModel) -> None:
     wanted = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     found = {name: tuple(value.shape) for name, value in state.items()}
     problems = {

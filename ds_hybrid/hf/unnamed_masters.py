@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,15 +20,16 @@ Weights = Mapping[tuple[str, int], Tensor]
 """By (name, place), as in :class:`Masters`; in the model's order."""
 
 
-def masters_without_zero(files: CheckpointFiles, weights: Weights) -> Masters:
+def masters_without_zero(files: CheckpointFiles, weights_of_run: Callable[[], Weights]) -> Masters:
     """Those whose weight is known; none of a run in fp32, whose weights are all there is.
 
     Args:
-        weights: of the model, in the dtype that it trained in.
+        weights_of_run: gives those of the model, in the dtype that it trained in.
     """
     optimizers = {place: load(path)["optimizer"] or {} for place, path in sorted(files.optimizers.items())}
     if not any(key.startswith("fp32_groups") for optimizer in optimizers.values() for key in optimizer):
         return Masters()
+    weights = weights_of_run()
     unmatched: dict[bytes, deque[tuple[str, int]]] = defaultdict(deque)
     for key, weight in weights.items():
         unmatched[_digest(weight)].append(key)

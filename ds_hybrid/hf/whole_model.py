@@ -17,7 +17,7 @@ from ds_hybrid.hf.experts import expert_weights, logical_experts
 from ds_hybrid.hf.files import CheckpointFiles, find_files, load
 from ds_hybrid.hf.layers import SavedRecord, saved_layers
 from ds_hybrid.hf.masters import Masters, masters_of_stage_3, masters_of_stages_1_and_2
-from ds_hybrid.hf.unnamed_masters import masters_without_zero
+from ds_hybrid.hf.unnamed_masters import Weights, masters_without_zero
 
 
 def whole_state_dict(
@@ -87,10 +87,13 @@ class SavedModel:
             return masters_of_stage_3(self.files)
         if self.files.shards:
             return masters_of_stages_1_and_2(self.files, lambda name: self._record.groups(name, self._state))
+        return masters_without_zero(self.files, self._weights)
+
+    def _weights(self) -> Weights:
         weights = {(name, tp): value for tp, state in self._states.items() for name, value in state["module"].items()}
         for layer in self.layers:
-            weights |= expert_weights(layer, self.files)
-        return masters_without_zero(self.files, weights)
+            weights.update(expert_weights(layer, self.files))
+        return weights
 
     def _dense(self, masters: Masters) -> Iterator[tuple[str, Tensor]]:
         """What is not an expert's, in the module's order."""

@@ -134,6 +134,7 @@ NAMES = [
     "deepspeed.checkpoint.affine:ParamAffineMap.from_dict",
     "deepspeed.checkpoint.affine:ParamAffineMap.rebuild",
     "transformers.modeling_utils:PreTrainedModel._keep_in_fp32_modules_strict",
+    "transformers.core_model_loading:revert_weight_conversion",
     # engine/whole_weights.py
     "deepspeed.module_inject.layers:TensorParallel_Layer.gather_params",
     "deepspeed.runtime.checkpoint_engine.checkpoint_engine:CheckpointCommitInfo",

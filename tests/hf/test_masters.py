@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,32 +20,31 @@ def write(folder: Path, name: str, **content: Any) -> None:
     torch.save(content, folder / name)
 
 
-def mapping(**runs: tuple[int, int]) -> dict[str, SimpleNamespace]:
-    return {name: SimpleNamespace(start=start, numel=numel) for name, (start, numel) in runs.items()}
-
-
 def test_stages_1_and_2_join_runs_in_the_order_of_ranks(tmp_path: Path) -> None:
-    """A dense [3, 3] over four ranks; an expert [2, 2] over the two ranks of each place."""
-    write(tmp_path, "mp_rank_00_model_states.pt")
-    dense = [(0, 2), (0, 3), (0, 3), (0, 1)]
+    """Of [3, 3] and, after a pad, [2] over four ranks; an expert's [2, 2] over the two ranks of each place."""
+    shapes = [{"a": (3, 3), "b": (2,)}, {"e": (2, 2)}]
+    write(tmp_path, "mp_rank_00_model_states.pt", param_shapes=shapes)
     for rank in range(4):
         write(
             tmp_path,
             f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
             optimizer_state_dict={
                 "base_optimizer_state": {"param_groups": [{"name": "rest"}, {"name": "ep_size_2", "moe": True}]},
-                "single_partition_of_fp32_groups": [10.0 * rank + torch.arange(4), 100.0 * rank + torch.arange(3)],
-                "param_slice_mappings": [mapping(a=dense[rank]), mapping(e=(1, 2))],
+                "single_partition_of_fp32_groups": [10.0 * rank + torch.arange(4), 100.0 * rank + torch.arange(2)],
+                "param_alignment_paddings": [[3, 0], [0]],
             },
         )
     masters = masters_of_stages_1_and_2(find_files(tmp_path), GROUPS.__getitem__)
-    assert masters.get("a", (3, 3)).tolist() == [[0, 1, 10], [11, 12, 20], [21, 22, 30]]  # type: ignore[union-attr]
-    assert masters.get("e", (2, 2), 0).tolist() == [[1, 2], [101, 102]]  # type: ignore[union-attr]
-    assert masters.get("e", (2, 2), 1).tolist() == [[201, 202], [301, 302]]  # type: ignore[union-attr]
-    assert masters.get("b", (1,)) is None
+    assert masters.get("a", (3, 3)).tolist() == [[0, 1, 2], [3, 10, 11], [12, 13, 20]]  # type: ignore[union-attr]
+    assert masters.get("b", (2,)).tolist() == [30, 31]  # type: ignore[union-attr]
+    assert masters.get("e", (2, 2), 0).tolist() == [[0, 1], [100, 101]]  # type: ignore[union-attr]
+    assert masters.get("e", (2, 2), 1).tolist() == [[200, 201], [300, 301]]  # type: ignore[union-attr]
+    assert masters.get("c", (1,)) is None
     assert masters.ep_sizes == {"e": 2}
-    with pytest.raises(CheckpointError, match="a: its 4 parts have 9 values, must have 16"):
+    with pytest.raises(CheckpointError, match="a: its 3 parts have 9 values, must have 16"):
         masters.get("a", (4, 4))
+    with pytest.raises(CheckpointError, match=r"expert_groups of ep_size_2 is \[\[0, 1\]\], without rank 2"):
+        masters_of_stages_1_and_2(find_files(tmp_path), lambda name: [[0, 1]])
 
 
 def test_stage_3_cuts_every_parameter(tmp_path: Path) -> None:
@@ -92,7 +90,7 @@ def test_without_zero_a_master_is_known_by_its_value(tmp_path: Path, is_flat: bo
     )
     weights = {(f"p{i}", 0): master.bfloat16() for i, master in enumerate(masters)}
     weights["frozen", 0] = torch.randn(2).bfloat16()
-    found = masters_without_zero(find_files(tmp_path), weights)
+    found = masters_without_zero(find_files(tmp_path), lambda: weights)
     for i, master in enumerate(masters):
         values = found.get(f"p{i}", master.shape)
         assert values is not None
@@ -103,4 +101,4 @@ def test_without_zero_a_master_is_known_by_its_value(tmp_path: Path, is_flat: bo
 def test_without_zero_in_fp32_the_weights_are_all(tmp_path: Path) -> None:
     write(tmp_path, "mp_rank_00_model_states.pt")
     write(tmp_path, "expp_rank_0_mp_rank_00_optim_states.pt", optimizer={"state": {}, "param_groups": []})
-    assert masters_without_zero(find_files(tmp_path), {("p", 0): torch.ones(1)}).parts == {}
+    assert masters_without_zero(find_files(tmp_path), lambda: pytest.fail("read for nothing")).parts == {}

@@ -61,6 +61,7 @@ from ds_hybrid.engine.router_logits import record_router_logits, router_recorder
 from ds_hybrid.engine.staging import begin, publish, staged_tag
 from ds_hybrid.engine.tensor_parallel import refuse_empty_shards, sum_gradients_of_blocks
 from ds_hybrid.engine.versions import untested_versions
+from ds_hybrid.engine.whole_weights import save_whole_model
 from ds_hybrid.errors import ConfigError
 from ds_hybrid.moe.autoep import HybridAutoEPLayer
 from ds_hybrid.moe.correction_bias import update_correction_biases
@@ -278,6 +279,17 @@ class MoEEngine(DeepSpeedEngine):
             with_optimizer=with_optimizer and self.optimizer is not None,
             optimizer_is_torchs=isinstance(self.optimizer, torch.optim.Optimizer),
         )
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """As DeepSpeed's, with the experts of all ranks: one file, by Hugging Face's names where there are any.
+
+        All ranks call it. A name that ends in ".safetensors" gives that format.
+        """
+        if not self.moe_layers_by_name():
+            return super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
+        return save_whole_model(self, save_dir, save_filename, exclude_frozen_parameters=exclude_frozen_parameters)
 
     def clip_fp32_gradients(self) -> None:
         """Clip by the norm of the whole model, experts of all ranks and shards of AutoTP included."""

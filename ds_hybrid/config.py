@@ -146,6 +146,8 @@ NOT_WITH_REBALANCE: Final[_Values] = MappingProxyType(
         "zero_optimization.zero_quantized_weights": (False,),
         "zero_optimization.zero_quantized_nontrainable_weights": (False,),
         "zero_optimization.mics_shard_size": (-1,),
+        "zero_optimization.zenflow": (None,),
+        "zero_optimization.offload_optimizer.super_offload": (False,),
     }
 )
 """The same for DeepSpeed's keys, when ``ds_hybrid.rebalance`` is enabled."""

@@ -47,7 +47,8 @@ class Stopwatch:
 
     def take(self) -> float:
         """Seconds since the last time. Waits for the device."""
-        since, self._taken = self.total() - self._taken, self.total()
+        total = self.total()
+        since, self._taken = total - self._taken, total
         return since
 
     def _add_oldest(self) -> None:

@@ -8,7 +8,7 @@ checkpoint is found out. DeepSpeed's own checkpoints have neither, and load as w
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,9 +91,28 @@ def agree_on_tag(tag: str) -> None:
         )
 
 
+def do_together(action: Callable[[], None] | None, *, doing: str) -> None:
+    """Let the ranks that have something to do with files do it, and go on when all are ready. Collective.
+
+    Raises:
+        CheckpointError: on every rank, when one could not.
+    """
+    fault = None
+    try:
+        if action is not None:
+            action()
+    except OSError as error:
+        fault = str(error)
+    of_rank: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_rank, fault)
+    failed = next((rank for rank, theirs in enumerate(of_rank) if theirs is not None), None)
+    if failed is not None:
+        raise CheckpointError(f"rank {failed} could not {doing}: {of_rank[failed]}. The previous checkpoint is whole.")
+
+
 def write_record(folder: str | Path, record: Record) -> None:
     """Write ``ds_hybrid.json`` beside DeepSpeed's files, the last of them."""
-    Path(folder, RECORD_NAME).write_text(json.dumps(asdict(record), indent=1) + "\n")
+    Path(folder, RECORD_NAME).write_text(json.dumps(asdict(record)) + "\n")
 
 
 def read_saved(load_dir: str | Path, tag: str | None, *, latest: str = "latest") -> SavedCheckpoint | None:
@@ -112,6 +131,8 @@ def read_saved(load_dir: str | Path, tag: str | None, *, latest: str = "latest")
             found = [None if not tag else read_folder(Path(load_dir, tag))]
         except CheckpointError as error:
             found = [error]
+        except Exception as error:  # whatever a broken file may raise: the other ranks wait
+            found = [CheckpointError(f"{load_dir}/{tag}: {type(error).__name__}: {error}. Some file of it is broken.")]
     dist.broadcast_object_list(found)
     if isinstance(found[0], CheckpointError):
         raise found[0]

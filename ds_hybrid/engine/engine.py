@@ -13,6 +13,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from ds_hybrid.engine.checkpoint import (
     Record,
     SavedCheckpoint,
     agree_on_tag,
+    do_together,
     read_saved,
     write_record,
 )
@@ -62,7 +64,7 @@ from ds_hybrid.engine.staging import begin, publish, staged_tag
 from ds_hybrid.engine.tensor_parallel import refuse_empty_shards, sum_gradients_of_blocks
 from ds_hybrid.engine.versions import untested_versions
 from ds_hybrid.engine.whole_weights import save_whole_model
-from ds_hybrid.errors import ConfigError
+from ds_hybrid.errors import ConfigError, PlacementError
 from ds_hybrid.moe.autoep import HybridAutoEPLayer
 from ds_hybrid.moe.correction_bias import update_correction_biases
 from ds_hybrid.moe.layer import MoE
@@ -103,7 +105,7 @@ class MoEEngine(DeepSpeedEngine):
             return None
         all_groups = {size: self._expert_groups[f"ep_size_{size}"] for size in self._expert_grids}
         costs = CostMeter(layers, self._expert_grids, all_groups, self.cluster, self._cut_by_nodes)
-        return Rebalancer(layers, config, costs, self.move_experts)
+        return Rebalancer(layers, config, costs, self._move_experts)
 
     def _configure_expert_parallel(self, model: nn.Module, collect_sources: bool | None = None) -> Any:
         with router_recorders_hidden(model):
@@ -190,14 +192,12 @@ class MoEEngine(DeepSpeedEngine):
         checkpoint whole, and ``latest`` on it. A writer that works beside the training is waited for.
 
         Raises:
-            CheckpointError: on every rank, when the ranks have different tags.
+            CheckpointError: on every rank, when the ranks have different tags, or one cannot write.
         """
         tag = str(tag) if tag is not None else f"global_step{self.global_steps}"
         agree_on_tag(tag)
         moves_files = (self.local_rank if self.use_node_local_storage() else self.global_rank) == 0
-        if moves_files:
-            begin(save_dir, tag)
-        dist.barrier()
+        do_together(partial(begin, save_dir, tag) if moves_files else None, doing=f"begin {save_dir}/{tag}")
         placements = {
             name: layer.placement.expert_of_slot.tolist() for name, layer in self.moe_layers_by_name().items()
         }
@@ -211,10 +211,12 @@ class MoEEngine(DeepSpeedEngine):
         super().save_checkpoint(save_dir, staged_tag(tag), state, False, exclude_frozen_parameters)
         if self.checkpoint_engine.is_decoupled():
             self._commit_decoupled_checkpoint()
-        if moves_files:
+
+        def finish() -> None:
             write_record(Path(save_dir, staged_tag(tag)), record)
             publish(save_dir, tag, save_latest=save_latest)
-        dist.barrier()
+
+        do_together(finish if moves_files else None, doing=f"finish {save_dir}/{tag}")
         return True
 
     def load_checkpoint(
@@ -241,19 +243,22 @@ class MoEEngine(DeepSpeedEngine):
             else self._plan_load(saved, with_optimizer=load_optimizer_states and not load_module_only)
         )
         layers = self.moe_layers_by_name()
-        for name, placement in plan.placements.items() if plan else ():
-            layers[name].place(placement)
         local = LocalNames(layers)
-        with whole_names(self.param_names, local) if universal else contextlib.nullcontext():
-            path, client_state = super().load_checkpoint(
-                load_dir,
-                tag,
-                load_module_strict,
-                load_optimizer_states and not (plan and plan.parts_optimizer_anew),
-                load_lr_scheduler_states,
-                load_module_only,
-                custom_load_fn,
-            )
+        with contextlib.ExitStack() as undo:
+            undo.callback(_place_all, layers, {name: layer.placement for name, layer in layers.items()})
+            _place_all(layers, plan.placements if plan else {})
+            with whole_names(self.param_names, local) if universal else contextlib.nullcontext():
+                path, client_state = super().load_checkpoint(
+                    load_dir,
+                    tag,
+                    load_module_strict,
+                    load_optimizer_states and not (plan and plan.parts_optimizer_anew),
+                    load_lr_scheduler_states,
+                    load_module_only,
+                    custom_load_fn,
+                )
+            if path is not None:
+                undo.pop_all()
         if client_state is not None:
             client_state.pop(CARRIED_KEY, None)
         if path is None or saved is None or plan is None:
@@ -265,7 +270,9 @@ class MoEEngine(DeepSpeedEngine):
         if saved.record is not None:
             self._auto_dispatch.restore(saved.record.dispatch)
             if self._rebalancer is not None:
-                self._rebalancer.restore(saved.record.rebalance)
+                # The state counts in steps of the run that saved it, which alone weights do not go on with.
+                state = {} if load_module_only else saved.record.rebalance
+                self._rebalancer.restore(state, step=self.global_steps)
         return path, client_state
 
     def _plan_load(self, saved: SavedCheckpoint, *, with_optimizer: bool) -> LoadPlan:
@@ -305,8 +312,19 @@ class MoEEngine(DeepSpeedEngine):
             targets: by layer name; the ranks come out as named, the slots on them may differ.
 
         Raises:
-            PlacementError: on every rank; see :func:`ds_hybrid.rebalance.migrate.move_experts`.
+            PlacementError: on every rank; see :func:`ds_hybrid.rebalance.migrate.move_experts`. Or gradients of some
+                micro-batches have been accumulated, and the step is still to come.
         """
+        num_micro_batches = self.gradient_accumulation_steps()
+        done = self.micro_steps % num_micro_batches
+        if done:
+            raise PlacementError(
+                f"move_experts after {done} of {num_micro_batches} micro-batches: their gradients would go to other "
+                "experts. Call it after the engine's step that ends them."
+            )
+        return self._move_experts(targets)
+
+    def _move_experts(self, targets: Mapping[str, ExpertPlacement]) -> MoveReport:
         return move_experts(list(self.moe_layers_by_name().values()), targets, self._expert_grids, self.optimizer)
 
     def moe_layers_by_name(self) -> dict[str, HybridAutoEPLayer | MoE]:
@@ -320,6 +338,11 @@ class MoEEngine(DeepSpeedEngine):
         Bytes and tokens are those of every forward, evaluation included; load is that of training alone.
         """
         return self._stats.take()
+
+
+def _place_all(layers: Mapping[str, HybridAutoEPLayer | MoE], placements: Mapping[str, ExpertPlacement]) -> None:
+    for name, placement in placements.items():
+        layers[name].place(placement)
 
 
 def initialize(

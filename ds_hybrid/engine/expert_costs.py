@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import Any
 
 import deepspeed.comm as dist
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import logger
 
 from ds_hybrid.dispatch.collectives import RankGroup
 from ds_hybrid.dispatch.hierarchical import CutByNodes
 from ds_hybrid.dispatch.measure import measure_link
 from ds_hybrid.dispatch.meter import Meter
 from ds_hybrid.engine.moe_stats import Layer
-from ds_hybrid.errors import HybridError
+from ds_hybrid.errors import HybridError, PlacementError
 from ds_hybrid.rebalance.fragments import StateFinder
 from ds_hybrid.rebalance.migrate import ExpertGrid, expert_bytes
 from ds_hybrid.rebalance.policy import Costs
@@ -51,14 +53,24 @@ class CostMeter:
         self._seconds_per_byte: dict[int, tuple[float, float]] = {}
         self._seconds_before = [0.0] * len(layers)
         self._num_pairs = [0] * len(layers)
+        self._has_begun = False
+        self._seconds_per_pair = [0.0] * len(layers)
         self._seconds_per_event = 0.0
 
     def node_of_rank(self, layer: Layer) -> tuple[int, ...]:
         """The node of each rank of the layer's first expert-parallel group."""
         return self._nodes[layer.ep_size]
 
+    def begin(self) -> None:
+        """Forget the step that is over, the first one: kernels were loaded and tuned in it. Its pairs come next."""
+        self._seconds_before = [layer.meter.computing.total() for layer in self._layers]
+        self._has_begun = False
+
     def count(self, num_pairs: Sequence[int]) -> None:
         """Note the (token, choice) pairs that each layer's experts worked on in a step, all ranks together."""
+        if not self._has_begun:
+            self._has_begun = True
+            return
         self._num_pairs = [before + more for before, more in zip(self._num_pairs, num_pairs, strict=True)]
 
     def add_event(self, seconds: float) -> None:
@@ -76,25 +88,38 @@ class CostMeter:
         self._seconds_per_event /= 2
 
     def measure(self, optimizer: Any) -> list[Costs]:
-        """The costs of each layer since the last time. Collective over all ranks; waits for the device."""
+        """The costs of each layer since the last time. Collective over all ranks; waits for the device.
+
+        Raises:
+            PlacementError: on every rank, when the optimizer keeps what experts cannot take along.
+        """
         totals = [layer.meter.computing.total() for layer in self._layers]
         spent = [total - before for total, before in zip(totals, self._seconds_before, strict=True)]
-        spent_on_all = _reduced(spent, dist.ReduceOp.SUM)
-        finder = StateFinder(optimizer)
-        moved = _largest([float(expert_bytes(layer, finder)) for layer in self._layers])
-        costs = [
-            self._costs_of(number, layer, spent_on_all[number], moved[number])
-            for number, layer in enumerate(self._layers)
-        ]
+        # As integers, whose sum is the same on every rank: decisions rest on it.
+        spent_on_all = _reduced([round(1e9 * seconds) for seconds in spent], dist.ReduceOp.SUM)
+        for number, layer in enumerate(self._layers):
+            if self._num_pairs[number]:
+                num_replicas = len(self._grids[layer.ep_size].ranks)  # which share the pairs of their experts
+                self._seconds_per_pair[number] = 1e-9 * spent_on_all[number] / self._num_pairs[number] / num_replicas
         self._seconds_before, self._num_pairs = totals, [0] * len(self._layers)
-        return costs
+        moved = _largest(self._bytes_of_experts(optimizer))
+        if inf in moved:
+            raise PlacementError("experts cannot move with the optimizer's state; the ranks concerned have told why.")
+        return [self._costs_of(number, layer, moved[number]) for number, layer in enumerate(self._layers)]
 
-    def _costs_of(self, number: int, layer: Layer, seconds: float, num_bytes: float) -> Costs:
-        num_replicas = len(self._grids[layer.ep_size].ranks)  # which share the pairs of their experts
-        forward = seconds / self._num_pairs[number] / num_replicas if self._num_pairs[number] else 0.0
+    def _bytes_of_experts(self, optimizer: Any) -> list[float]:
+        """By layer; infinite where the state cannot move."""
+        finder = StateFinder(optimizer)
+        try:
+            return [float(expert_bytes(layer, finder)) for layer in self._layers]
+        except PlacementError as error:
+            logger.warning(f"ds_hybrid: rebalance: {error}")
+            return [inf] * len(self._layers)
+
+    def _costs_of(self, number: int, layer: Layer, num_bytes: float) -> Costs:
         inside, across = self._links(layer)
         return Costs(
-            seconds_per_pair=_FORWARD_AND_BACKWARD * forward,
+            seconds_per_pair=_FORWARD_AND_BACKWARD * self._seconds_per_pair[number],
             seconds_per_move=num_bytes * inside,
             seconds_per_move_across=num_bytes * across,
             seconds_per_event=self._seconds_per_event,
@@ -122,7 +147,8 @@ def _largest(values: Sequence[float]) -> list[float]:
 
 
 def _reduced(values: Sequence[float], how: Any) -> list[float]:
-    total = torch.tensor(values, dtype=torch.float64, device=get_accelerator().current_device_name())
+    dtype = torch.int64 if all(isinstance(value, int) for value in values) else torch.float64
+    total = torch.tensor(values, dtype=dtype, device=get_accelerator().current_device_name())
     dist.all_reduce(total, op=how)
     reduced: list[float] = total.tolist()
     return reduced

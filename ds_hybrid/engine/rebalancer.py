@@ -73,13 +73,13 @@ class LayerWatch:
         return replace(self, load=self.load.after(counts), trial=trial)
 
     def to_json(self) -> dict[str, Any]:
-        """For a checkpoint; the trial is left out, so the first move after a resumption goes unmeasured."""
+        """For a checkpoint. The trial is left out, so what the last move before it brought is not measured."""
         return {"load": self.load.to_json(), "patience": self.patience.to_json()}
 
     @classmethod
-    def from_json(cls, state: Mapping[str, Any]) -> LayerWatch:
+    def from_json(cls, state: Mapping[str, Any], *, half_life: float) -> LayerWatch:
         """What :meth:`to_json` gave."""
-        return cls(ExpertLoad.from_json(state["load"]), Patience.from_json(state["patience"]))
+        return cls(ExpertLoad.from_json(state["load"], half_life=half_life), Patience.from_json(state["patience"]))
 
 
 class Rebalancer:
@@ -102,6 +102,7 @@ class Rebalancer:
         self._costs = costs
         self._move = move
         self._step_loads = StepLoads(layers)
+        self._is_off = False
         self._watches = {
             name: LayerWatch(ExpertLoad.unknown(layer.num_experts, half_life=config.load_half_life), Patience())
             for name, layer in self._layers.items()
@@ -109,7 +110,12 @@ class Rebalancer:
 
     def after_step(self, step: int, optimizer: Any) -> None:
         """Count the pairs of the step before ``step``, and look at the layers whose time has come."""
-        self._count(self._step_loads.after_step())
+        if self._is_off:
+            return
+        counts = self._step_loads.after_step()
+        if counts is None:
+            self._costs.begin()
+        self._count(counts)
         due = [name for name in self._layers if self._is_due(name, step)]
         if due:
             self._look(due, step, optimizer)
@@ -119,11 +125,16 @@ class Rebalancer:
         self._count(self._step_loads.settle())
         return {name: watch.to_json() for name, watch in self._watches.items()}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state`; layers that it does not know begin anew."""
+    def restore(self, state: Mapping[str, Any], *, step: int) -> None:
+        """Go on from :meth:`state` at an optimizer step; layers that it does not know begin anew."""
         self._step_loads.settle()
-        for name in self._watches.keys() & state.keys():
-            self._watches[name] = LayerWatch.from_json(state[name])
+        half_life = self._config.load_half_life
+        for name, layer in self._layers.items():
+            if name in state:
+                self._watches[name] = LayerWatch.from_json(state[name], half_life=half_life)
+            else:
+                unknown = ExpertLoad.unknown(layer.num_experts, half_life=half_life)
+                self._watches[name] = LayerWatch(unknown, Patience(last_look=step))
 
     def _count(self, counts: Counts | None) -> None:
         if counts is None:
@@ -145,7 +156,12 @@ class Rebalancer:
 
     def _look(self, due: Sequence[str], step: int, optimizer: Any) -> None:
         self._count(self._step_loads.settle())  # measured are the seconds of this step too
-        costs = dict(zip(self._layers, self._costs.measure(optimizer), strict=True))
+        try:
+            costs = dict(zip(self._layers, self._costs.measure(optimizer), strict=True))
+        except PlacementError as error:
+            _log(f"step {step}: off from now on: {error}")
+            self._is_off = True
+            return
         began = time.perf_counter()
         targets, outlooks = {}, {}
         for name in due:
@@ -165,6 +181,9 @@ class Rebalancer:
             _log(f"step {step}: dry run, nothing moves")
         elif carry_out:
             self._carry_out({name: targets[name] for name in paying}, outlooks, step, began)
+        else:
+            worst = max(due, key=lambda name: outlooks[name].imbalance_before)
+            _log(f"step {step}: nothing moves; {describe(worst, outlooks[worst])[0]}")
 
     def _measure(self, name: str, costs: Costs) -> None:
         """Close the trial of the last move, if there is one."""

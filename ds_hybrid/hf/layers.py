@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ds_hybrid.engine.checkpoint import CARRIED_KEY, RECORD_NAME
 from ds_hybrid.errors import CheckpointError, PlacementError
 from ds_hybrid.hf.files import CheckpointFiles, load
 from ds_hybrid.placement import ExpertPlacement
 from ds_hybrid.topology.layout import consecutive_groups
 
-_RECORD = "ds_hybrid.json"
-_EXPLICIT = re.compile(r"(?P<path>.*?)\.?deepspeed_moe\.experts\.deepspeed_experts\.\d+\.")
+_EXPLICIT_PATH = re.compile(r"(?P<path>.*?)\.?deepspeed_moe\.experts\.deepspeed_experts\.\d+\.")
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class SavedRecord:
 
     @classmethod
     def read(cls, folder: Path) -> SavedRecord:
-        path = folder / _RECORD
+        path = folder / RECORD_NAME
         if not path.is_file():
             return cls()
         try:
@@ -90,6 +90,7 @@ def saved_layers(files: CheckpointFiles, model_state: Mapping[str, Any], record:
         CheckpointError: files of experts are missing, or what is written about placements does not agree.
     """
     converted = {entry["moe_layer_id"]: entry for entry in model_state.get("ds_autoep_layers") or ()}
+    carried = (model_state.get(CARRIED_KEY) or {}).get("placements") or {}
     sizes = list(model_state.get("num_experts") or ())
     layers = []
     for index in sorted({layer for layer, _ in files.experts} | converted.keys()):
@@ -102,12 +103,12 @@ def saved_layers(files: CheckpointFiles, model_state: Mapping[str, Any], record:
                 f"{len(missing) - 1} more of {num_experts}. Copy the files of all hosts into one folder."
             )
         name = converted[index]["module_path"] if index in converted else _explicit_name(files.experts[index, 0])
-        layers.append(_layer(name, index, num_experts, converted.get(index), record, files.folder))
+        layers.append(_layer(name, index, num_experts, converted.get(index), record, carried, files.folder))
     strangers = record.placements.keys() - {layer.name for layer in layers}
     if strangers:
         raise CheckpointError(
-            f"{files.folder / _RECORD}: placements names {', '.join(sorted(strangers))}; the checkpoint's MoE layers "
-            f"are {', '.join(layer.name for layer in layers) or 'none'}. Restore the file from the run."
+            f"{files.folder / RECORD_NAME}: placements names {', '.join(sorted(strangers))}; the checkpoint's MoE "
+            f"layers are {', '.join(layer.name for layer in layers) or 'none'}. Restore the file from the run."
         )
     return tuple(layers)
 
@@ -118,25 +119,28 @@ def _layer(
     num_experts: int,
     converted: Mapping[str, Any] | None,
     record: SavedRecord,
+    carried: Mapping[str, Sequence[Sequence[int]]],
     folder: Path,
 ) -> SavedLayer:
     recorded = record.placements.get(name)
-    described = None if converted is None else _described(converted)
-    if recorded is not None and described is not None and [list(rank) for rank in recorded] != described:
+    in_files = carried.get(name) if converted is None else _described(converted)
+    if recorded is not None and in_files is not None and [list(rank) for rank in recorded] != in_files:
         raise CheckpointError(
-            f"{folder / _RECORD}: placements of {name} is {recorded}, DeepSpeed's files say {described}. Both are "
+            f"{folder / RECORD_NAME}: placements of {name} is {recorded}, the other files say {in_files}. Both are "
             "written by one save: restore the file from the run."
         )
-    slots = recorded if recorded is not None else described
+    slots = recorded if recorded is not None else in_files
     if slots is None:
         return SavedLayer(name, index, False, tuple(range(num_experts)))
     try:
         placement = ExpertPlacement.from_slots(slots)
     except (PlacementError, ValueError) as error:
-        raise CheckpointError(f"{folder / _RECORD}: placements of {name}: {error} Restore it from the run.") from None
+        raise CheckpointError(
+            f"{folder / RECORD_NAME}: placements of {name}: {error} Restore it from the run."
+        ) from None
     if placement.num_experts != num_experts:
         raise CheckpointError(
-            f"{folder / _RECORD}: placements of {name} has {placement.num_experts} experts, the checkpoint "
+            f"{folder / RECORD_NAME}: placements of {name} has {placement.num_experts} experts, the checkpoint "
             f"{num_experts}. Restore the file from the run."
         )
     flat = tuple(placement.expert_of_slot.ravel().tolist())
@@ -153,7 +157,7 @@ def _described(converted: Mapping[str, Any]) -> list[list[int]]:
 
 
 def _explicit_name(path: Path) -> str:
-    match = next(filter(None, map(_EXPLICIT.match, load(path))), None)
+    match = next(filter(None, map(_EXPLICIT_PATH.match, load(path))), None)
     if match is None:
         raise CheckpointError(f"{path}: holds no expert of a MoE layer. Save the checkpoint again.")
     return match["path"]

@@ -61,8 +61,15 @@ class StateFinder:
         """By name: "weights", "gathered" (ZeRO-3, while whole on every rank), "master", and the optimizer's own keys.
 
         Raises:
-            PlacementError: the optimizer keeps something that is neither for each element nor one number.
+            PlacementError: the optimizer keeps something that is neither for each element nor one number, or elements
+                lie where they cannot be written.
         """
+        in_secondary_shards = getattr(parameter, "ds_secondary_tensor", None) is not None
+        if in_secondary_shards or getattr(self._wrapper, "swap_optimizer", False):
+            raise PlacementError(
+                "experts cannot move while their states lie on NVMe, or their weights in secondary shards (hpZ). "
+                "Change zero_optimization.offload_optimizer.device or zero_hpz_partition_size."
+            )
         found = dict(_weights(parameter))
         stepped = self._stepped(parameter)
         if stepped is None:
@@ -72,9 +79,10 @@ class StateFinder:
         for name, value in self._state(stepped.tensor).items():
             if isinstance(value, Tensor) and value.numel() == stepped.tensor.numel() and value.ndim:
                 found[name] = _run(value, stepped)
-            elif isinstance(value, Tensor) and value.numel() > 1:
+            elif not _is_number(value):
+                what = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else f"as a {type(value).__name__}"
                 raise PlacementError(
-                    f"{type(self._inner).__name__} keeps {name!r} of shape {list(value.shape)} for a tensor of "
+                    f"{type(self._inner).__name__} keeps {name!r} {what} for a tensor of "
                     f"{list(stepped.tensor.shape)}: experts cannot move with it. Choose an optimizer that keeps a "
                     "value for each element, or set ds_hybrid.rebalance.enabled to false."
                 )
@@ -84,8 +92,7 @@ class StateFinder:
         """What the optimizer keeps once for the whole parameter, such as Adam's "step"."""
         stepped = self._stepped(parameter)
         state = {} if stepped is None else self._state(stepped.tensor)
-        scalars = {name: value for name, value in state.items() if not isinstance(value, Tensor) or not value.ndim}
-        return {name: float(value) for name, value in scalars.items() if isinstance(value, int | float | Tensor)}
+        return {name: float(value) for name, value in state.items() if _is_number(value) and value is not None}
 
     def _state(self, tensor: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self._inner.state.get(tensor, {})
@@ -170,6 +177,10 @@ def _shard(parameter: Any) -> tuple[int, int]:
 
 def _run(tensor: Tensor, stepped: _Stepped) -> Fragment:
     return Fragment(tensor.detach().view(-1)[stepped.offset : stepped.offset + stepped.length], stepped.start)
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
 def num_elements(parameter: Any) -> int:

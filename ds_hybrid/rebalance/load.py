@@ -56,12 +56,11 @@ class ExpertLoad:
     def to_json(self) -> dict[str, Any]:
         """Numbers that JSON keeps to the last bit."""
         return {
-            "half_life": self.half_life,
             "decayed_counts": self.decayed_counts.tolist(),
             "decayed_steps": self.decayed_steps,
         }
 
     @classmethod
-    def from_json(cls, state: Mapping[str, Any]) -> ExpertLoad:
-        """What :meth:`to_json` gave."""
-        return cls(state["half_life"], np.array(state["decayed_counts"]), state["decayed_steps"])
+    def from_json(cls, state: Mapping[str, Any], *, half_life: float) -> ExpertLoad:
+        """What :meth:`to_json` gave, to go on with this half-life."""
+        return cls(half_life, np.array(state["decayed_counts"]), state["decayed_steps"])

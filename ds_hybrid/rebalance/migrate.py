@@ -33,7 +33,7 @@ Layer = HybridAutoEPLayer | MoE
 CHECK_BYTES = 16
 """Of the checksum at the end of what a rank sends to another in a round."""
 _WORD_BYTES = 8
-_CHUNK_WORDS = 2**17
+_CHUNK_WORDS = 2**20
 
 
 @dataclass(frozen=True)
@@ -117,9 +117,10 @@ def move_experts(
 
     Raises:
         PlacementError: on every rank: the ranks disagree on what to move, an optimizer whose state cannot move, or a
-            rank that could not stage or did not receive what was sent. Rounds that were complete before stay.
+            rank that could not stage or did not receive what was sent. Rounds that were complete before stay, those of
+            other layers too; ``layer.placement`` tells.
     """
-    plans = _agreed_plans([layer for layer in layers if layer.layer_name in targets], targets, grids, optimizer)
+    plans = _agreed_plans(layers, targets, grids, optimizer)
     world = RankGroup(dist.get_world_group(), Meter())
     rank, predicted, staged = dist.get_rank(), 0, 0
     for plan in plans:
@@ -190,15 +191,22 @@ def _agreed_plans(
 ) -> list[_LayerPlan]:
     """The plan of each layer, when all ranks have the same."""
     fault = None
+    strangers = sorted(targets.keys() - {layer.layer_name for layer in layers})
+    layers = [layer for layer in layers if layer.layer_name in targets]
     rounds: list[tuple[Round, ...]] = []
     held: list[tuple[_Live, _Described]] = []
     finder = StateFinder(optimizer)
     try:
+        if strangers:
+            raise PlacementError(f"the model has no MoE layer {strangers[0]!r}")
         rounds = [plan_rounds(layer.placement, targets[layer.layer_name]) for layer in layers]
         held = [_holding(layer, finder) for layer in layers]
-    except PlacementError as error:
+    except (PlacementError, RuntimeError, LookupError, StopIteration) as error:
         fault = str(error)
     _agree(fault, doing="plan the moves")
+    _compare(
+        [(layer.layer_name, layer.placement.digest, *planned) for layer, planned in zip(layers, rounds, strict=True)]
+    )
 
     replicas: dict[int, list[list[_Described]]] = {}
     for ep_size, grid in grids.items():
@@ -215,7 +223,7 @@ def _agreed_plans(
         )
         for number, layer in enumerate(layers)
     ]
-    _compare([(plan.layer.layer_name, plan.layer.placement.digest, plan.rounds, plan.holdings) for plan in plans])
+    _compare([plan.holdings for plan in plans])
     return plans
 
 

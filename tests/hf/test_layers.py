@@ -43,6 +43,16 @@ def test_layers_of_both_kinds(tmp_path: Path) -> None:
     assert layers[0].experts_of_rank == [(3, 1), (0, 2)]
 
 
+def test_an_explicit_layers_placement_is_in_the_files_too(tmp_path: Path) -> None:
+    """So a lost record does no harm, and another checkpoint's is found out."""
+    state = {**converted(None), "ds_hybrid": {"placements": {"a.mlp": [[0, 1], [2, 3]], "b.moe": [[1], [0]]}}}
+    assert read(tmp_path, state)[1] == SavedLayer("b.moe", 1, False, (1, 0), 2)
+    with pytest.raises(
+        CheckpointError, match=r"placements of b.moe is \[\[0\], \[1\]\], the other files say \[\[1\], \[0\]"
+    ):
+        read(tmp_path, state, {"placements": {"b.moe": [[0], [1]]}})
+
+
 def test_what_is_not_written_is_contiguous(tmp_path: Path) -> None:
     layers = read(tmp_path, converted(None))
     assert [layer.expert_of_slot for layer in layers] == [(0, 1, 2, 3), (0, 1)]
@@ -51,7 +61,7 @@ def test_what_is_not_written_is_contiguous(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("placements", "message"),
     [
-        ({"a.mlp": [[0, 1], [2, 3]]}, r"placements of a.mlp is \[\[0, 1\], \[2, 3\]\], DeepSpeed's files say \[\[3"),
+        ({"a.mlp": [[0, 1], [2, 3]]}, r"placements of a.mlp is \[\[0, 1\], \[2, 3\]\], the other files say \[\[3"),
         ({"c": [[0]]}, "placements names c; the checkpoint's MoE layers are a.mlp, b.moe"),
         ({"b.moe": [[0], [0]]}, "placements of b.moe: .* must name each expert 0 to 1 exactly once"),
         ({"b.moe": [[0, 1], [2]]}, "placements of b.moe: "),

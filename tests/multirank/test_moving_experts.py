@@ -42,6 +42,8 @@ class Outcome:
         num_moved: experts that changed their rank, in all moves.
         loss_error: the largest difference of a loss.
         bytes_off: how far the bytes that left this rank were from the prediction.
+        bytes_of_all: that left all ranks.
+        bytes_of_states: of the moved experts' weights on all replicas, and their masters and moments once.
         bytes_too_many: staged at once, beyond two experts' state, checksums and filled-up words.
     """
 
@@ -49,6 +51,8 @@ class Outcome:
     num_moved: int
     loss_error: float
     bytes_off: int
+    bytes_of_all: int
+    bytes_of_states: int
     bytes_too_many: int
 
 
@@ -73,6 +77,9 @@ def test_converted_layers(four_ranks: RankPool, zero_stage: int, zero_options: d
     run = replace(CONVERTED, zero_stage=zero_stage, zero_options=zero_options, bf16=bf16)
     for outcome in four_ranks.run(compare, run):
         check(outcome, bf16=bf16)
+        if zero_stage in (1, 2):
+            # Besides: a checksum and less than a word for each of the few messages.
+            assert 0 <= outcome.bytes_of_all - outcome.bytes_of_states <= 24 * 8 * outcome.num_moved
 
 
 @DTYPES
@@ -132,9 +139,12 @@ def compare_in_own_groups(run: Run) -> Outcome:
 
 @pytest.mark.parametrize("zero_stage", [1, 3])
 def test_eight_ranks(eight_ranks: RankPool, zero_stage: int) -> None:
-    run = replace(CONVERTED, zero_stage=zero_stage, zero_options=SHARDED if zero_stage == 3 else {}, ep_size=4)
-    for outcome in eight_ranks.run(compare, replace(run, num_steps=SHORT)):
-        check(outcome, bf16=False)
+    """All 20 steps with ZeRO 1 in bf16."""
+    run = replace(CONVERTED, zero_stage=zero_stage, ep_size=4, bf16=zero_stage == 1)
+    if zero_stage == 3:
+        run = replace(run, zero_options=SHARDED, num_steps=SHORT)
+    for outcome in eight_ranks.run(compare, run):
+        check(outcome, bf16=run.bf16)
 
 
 @pytest.mark.parametrize(
@@ -147,11 +157,19 @@ def test_explicit_layers(four_ranks: RankPool, ep_size: int, zero_stage: int, bf
         check(outcome, bf16=bf16)
 
 
-@pytest.mark.parametrize("zero_stage", [1, 3])
 @pytest.mark.parametrize("lost", ["weights", "master", "exp_avg", "exp_avg_sq"])
-def test_what_is_left_behind_shows(four_ranks: RankPool, lost: str, zero_stage: int) -> None:
+@pytest.mark.parametrize(
+    "run",
+    [
+        replace(CONVERTED, zero_stage=0, bf16=True),
+        replace(CONVERTED, zero_stage=1, bf16=True),
+        replace(CONVERTED, zero_stage=3, zero_options=SHARDED, bf16=True),
+        replace(EXPLICIT, zero_stage=1, bf16=True),
+    ],
+    ids=["ZeRO 0", "ZeRO 1", "ZeRO 3", "explicit"],
+)
+def test_what_is_left_behind_shows(four_ranks: RankPool, run: Run | explicit.Setup, lost: str) -> None:
     """The control: each kind of state is needed, and a move that forgets it is caught."""
-    run = replace(CONVERTED, zero_stage=zero_stage, zero_options=SHARDED if zero_stage == 3 else {}, bf16=True)
     for outcome in four_ranks.run(compare_without, run, lost):
         assert outcome.wrong > 0
 
@@ -164,7 +182,7 @@ def check(outcome: Outcome, *, bf16: bool) -> None:
     assert outcome.bytes_too_many <= 0
 
 
-def compare_without(run: Run, lost: str) -> Outcome:
+def compare_without(run: Run | explicit.Setup, lost: str) -> Outcome:
     with forgotten(lost):
         return compare(replace(run, num_steps=SHORT))
 
@@ -186,6 +204,7 @@ def compare(run: Run | explicit.Setup) -> Outcome:
     straight = train(run, num_steps, lambda engine, step: None)
     moves: list[tuple[int, Any]] = []
     sizes: list[int] = []
+    expected: list[int] = []
 
     def move(engine: Any, step: int) -> None:
         if step % EVERY:
@@ -194,6 +213,7 @@ def compare(run: Run | explicit.Setup) -> Outcome:
         report = engine.move_experts(random_placements(engine, seed=step))
         wrong = different(before, expert_states(engine))
         sizes.append(largest_expert(before))
+        expected.append(report.num_moved * bytes_of_a_move(before, num_replicas=dist.get_world_size() // run.ep_size))
         moves.append((wrong, report))
 
     moved = train(run, num_steps, move)
@@ -202,6 +222,8 @@ def compare(run: Run | explicit.Setup) -> Outcome:
         wrong=sum(wrong for wrong, _ in moves),
         num_moved=sum(report.num_moved for report in reports),
         loss_error=max(abs(one - other) for one, other in zip(straight, moved, strict=True)),
+        bytes_of_all=summed(sum(report.bytes_sent for report in reports)),
+        bytes_of_states=sum(expected),
         bytes_off=max(abs(report.bytes_sent - report.bytes_predicted) for report in reports),
         bytes_too_many=max(
             report.bytes_staged - 2 * size - (CHECK_BYTES + 8) * dist.get_world_size()
@@ -245,6 +267,22 @@ def loss_of(engine: Any, run: Run | explicit.Setup, step: int, micro: int) -> Te
         return loss
     tokens = explicit.batch(run, step, dist.get_rank(), micro)
     return explicit.loss_of(run, engine(tokens.bfloat16() if run.bf16 else tokens))
+
+
+def summed(number: int) -> int:
+    total = torch.tensor(number)
+    dist.all_reduce(total)
+    return int(total)
+
+
+def bytes_of_a_move(states: States, *, num_replicas: int) -> int:
+    """Of an expert whose weights are whole on every replica and whose other states are shared: all are of one size."""
+    (layer, expert, _, _), _ = next(iter(states.items()))
+    return sum(
+        value.numel() * value.element_size() * (num_replicas if state == "weights" else 1)
+        for (of_layer, of_expert, _, state), value in states.items()
+        if (of_layer, of_expert) == (layer, expert)
+    )
 
 
 def random_placements(engine: Any, *, seed: int) -> dict[str, ExpertPlacement]:

@@ -23,7 +23,7 @@ from tests.multirank.training import make_engine
 from tests.ranks import RankFailureError, RankPool
 
 RUN = replace(CONVERTED, accumulation=1)
-LAYER = "model.layers.0.mlp"
+LAYER, OTHER_LAYER = "model.layers.0.mlp", "model.layers.1.mlp"
 WHOLE = "Nothing of this round has moved; every layer is whole."
 
 
@@ -78,18 +78,22 @@ def state_after_a_fault(fault: Callable[[Tensor], Tensor]) -> tuple[str, int, in
     return str(error.value), wrong, int((placement.rank_of_expert != start.rank_of_expert).sum()), bool(loss.isfinite())
 
 
-def test_ranks_that_plan_otherwise_move_nothing(four_ranks: RankPool) -> None:
-    for told, wrong in four_ranks.run(state_after_a_disagreement):
+@pytest.mark.parametrize("more_layers", [False, True])
+def test_ranks_that_plan_otherwise_move_nothing(four_ranks: RankPool, more_layers: bool) -> None:
+    for told, wrong in four_ranks.run(state_after_a_disagreement, more_layers):
         assert told == f"rank 0 could not begin: find the same plan as the others. {WHOLE}"
         assert wrong == 0
 
 
-def state_after_a_disagreement() -> tuple[str, int]:
+def state_after_a_disagreement(more_layers: bool) -> tuple[str, int]:
+    """Rank 2 has another placement for the layer, or one for another layer too."""
     engine = trained_engine()
     before = expert_states(engine)
     orders = ([[0, 1, 2, 7], [4, 5, 6, 3]], [[0, 1, 6, 3], [4, 5, 2, 7]])
+    first, other = map(ExpertPlacement.from_slots, orders)
+    different_targets = {LAYER: first, OTHER_LAYER: first} if more_layers else {LAYER: other}
     with pytest.raises(PlacementError) as error:
-        engine.move_experts({LAYER: ExpertPlacement.from_slots(orders[dist.get_rank() == 2])})
+        engine.move_experts(different_targets if dist.get_rank() == 2 else {LAYER: first})
     wrong = different(before, expert_states(engine))
     engine.destroy()
     return str(error.value), wrong
@@ -124,6 +128,26 @@ def survive(folder: str) -> None:
     os._exit(1)  # as a rank does that has lost another: those that wait for it learn of it
 
 
+def test_moves_between_micro_batches_and_of_unknown_layers_are_refused(four_ranks: RankPool) -> None:
+    for within_a_step, unknown in four_ranks.run(refusals):
+        assert within_a_step.startswith("move_experts after 1 of 2 micro-batches: their gradients would go to other ")
+        assert "could not plan the moves: the model has no MoE layer 'nowhere'" in unknown
+
+
+def refusals() -> tuple[str, str]:
+    engine = make_engine(CONVERTED)
+    engine.backward(loss_of(engine, RUN, 0, 0))
+    engine.step()
+    with pytest.raises(PlacementError) as within_a_step:
+        engine.move_experts({})
+    engine.backward(loss_of(engine, RUN, 0, 1))
+    engine.step()
+    with pytest.raises(PlacementError) as unknown:
+        engine.move_experts({"nowhere": ExpertPlacement.contiguous(8, 2)})
+    engine.destroy()
+    return str(within_a_step.value), str(unknown.value)
+
+
 def test_an_optimizer_whose_state_has_no_place_for_each_element_is_refused() -> None:
     parameter = nn.Parameter(torch.zeros(4, 3))
     optimizer = torch.optim.SGD([parameter])
@@ -131,6 +155,9 @@ def test_an_optimizer_whose_state_has_no_place_for_each_element_is_refused() -> 
     finder = StateFinder(optimizer)
     assert finder.numbers(parameter) == {"step": 7.0}
     with pytest.raises(PlacementError, match=r"SGD keeps 'row_means' of shape \[4\] for a tensor of \[4, 3\]"):
+        finder.fragments(parameter)
+    optimizer.state[parameter] = {"history": [1, 2]}
+    with pytest.raises(PlacementError, match=r"SGD keeps 'history' as a list"):
         finder.fragments(parameter)
 
 

@@ -52,7 +52,7 @@ def test_before_the_first_step_nothing_is_expected() -> None:
 
 def test_json_keeps_every_bit() -> None:
     load = load_after(counts_of(123), half_life=7.3)
-    back = ExpertLoad.from_json(json.loads(json.dumps(load.to_json())))
+    back = ExpertLoad.from_json(json.loads(json.dumps(load.to_json())), half_life=load.half_life)
     more = counts_of(1)[0]
     assert back.after(more).decayed_counts.tobytes() == load.after(more).decayed_counts.tobytes()
     assert back.after(more).forecast.tobytes() == load.after(more).forecast.tobytes()

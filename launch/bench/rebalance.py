@@ -291,6 +291,7 @@ def show(tracks: Mapping[str, Track], domains: list[Domain], options: Options, e
         described: dict[str, Any] = {"settings": environment, "options": asdict(options)}
         del described["options"]["json"], described["options"]["markdown"]
         described["log"] = {name: [line for step in track.log for line in step] for name, track in tracks.items()}
+        described["losses"] = {name: track.losses.tolist() for name, track in tracks.items()}
         options.json.write_text(json.dumps(described | to_json(windows, whole, found), indent=1) + "\n")
     text = ", ".join(f"{name} {value}" for name, value in environment.items()) + "\n\n"
     text += to_markdown(windows, whole, found)

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from ds_hybrid.cli import doctor, schema, validate
+from ds_hybrid.cli import doctor, plan, schema, validate
 from ds_hybrid.errors import HybridError
 
 
@@ -17,6 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     validate.add_command(commands)
     schema.add_command(commands)
     doctor.add_command(commands)
+    plan.add_command(commands)
     arguments = parser.parse_args(argv)
     try:
         return int(arguments.run(arguments))

@@ -37,7 +37,7 @@ def test_chances_under_skew_are_those_of_sampled_tokens(top_k: int) -> None:
     rank_of_expert = np.empty(64, dtype=int)
     rank_of_expert[order] = np.arange(64) // 8
     for rank in range(8):
-        assert chances[rank] == pytest.approx((rank_of_expert[picks] == rank).any(1).mean(), abs=0.015)
+        assert chances[rank] == pytest.approx((rank_of_expert[picks] == rank).any(1).mean(), abs=0.03)
 
 
 def test_a_group_of_one_needs_every_token() -> None:

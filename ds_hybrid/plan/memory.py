@@ -9,6 +9,7 @@ rank, b bytes per value, N tokens and R rows that reach the rank's experts.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 
 from ds_hybrid.plan.candidate import LOSS_CHUNK, Candidate, Workload
 from ds_hybrid.plan.model import GroupedAttention, LatentAttention, ModelShape
@@ -101,12 +102,24 @@ def states(model: ModelShape, candidate: Candidate, *, value_bytes: int) -> Stat
     has_master = stage > 0 or value_bytes < _FLOAT
     return States(
         weights=value_bytes * (part if stage == 3 else whole),
-        gradients=value_bytes * (whole if stage < 2 else part),
+        gradients=value_bytes * {2: part + _straddling(model, candidate), 3: part}.get(stage, whole),
         optimizer=(3 if has_master else 2) * _FLOAT * owned,
         reduction=0.0 if stage == 0 else float(value_bytes * reduce_bucket_size(model, candidate)),
         step=value_bytes * owned + (2 if has_master else 1) * _FLOAT * at_a_time,
         has_buffers=stage == 3,
     )
+
+
+def _straddling(model: ModelShape, candidate: Candidate) -> float:
+    """Elements: with ZeRO 2 a rank keeps the whole gradient of a parameter of which it owns a part.
+
+    AutoEP's parameters are stacks of a rank's experts, all of one size. What is dense is taken to straddle as the input
+    embedding does, its largest parameter.
+    """
+    dense = (candidate.dp_size - 1) / candidate.dp_size * model.vocab_size * model.hidden_size
+    copies, num_stacks = candidate.edp_size, 3 * model.num_moe_layers
+    stack = model.parameters_of_expert / 3 * model.num_experts / candidate.ep_size
+    return dense + (copies - gcd(copies, num_stacks)) / copies * stack
 
 
 def reduce_bucket_size(model: ModelShape, candidate: Candidate) -> int:

@@ -36,7 +36,9 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser.add_argument("--seq-len", required=True, type=count, metavar="L", help="tokens of a sequence")
     parser.add_argument("--world-size", type=count, metavar="N", help="ranks; those of the hostfile when there is one")
     parser.add_argument("--hostfile", type=Path, metavar="FILE", help="hosts, each of the kind that --cluster names")
-    parser.add_argument("--micro-batch", type=count, default=1, metavar="B", help="sequences of a forward (%(default)s)")
+    parser.add_argument(
+        "--micro-batch", type=count, default=1, metavar="B", help="sequences of a forward (%(default)s)"
+    )
     parser.add_argument(
         "--zero-stage", type=int, choices=range(4), metavar="STAGE", help="look at this stage alone; default: 0 to 3"
     )
@@ -46,7 +48,9 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser.add_argument(
         "--attention", choices=("fused", "eager"), default="fused", help="kernel of the attention (%(default)s)"
     )
-    parser.add_argument("--dtype", choices=("bf16", "float32"), default="bf16", help="of weights and values (%(default)s)")
+    parser.add_argument(
+        "--dtype", choices=("bf16", "float32"), default="bf16", help="of weights and values (%(default)s)"
+    )
     parser.add_argument("--rule", choices=("article",), help="also what the article's rule would take, and why not")
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the best as a ds_config")
@@ -93,7 +97,8 @@ def _request(arguments: argparse.Namespace) -> Any:
         cluster = machine.cluster_of(read_hostfile(arguments.hostfile))
         if arguments.world_size not in (None, cluster.num_ranks):
             raise ConfigError(
-                f"--world-size {arguments.world_size}: {arguments.hostfile} has {cluster.num_ranks} slots. Leave it out."
+                f"--world-size {arguments.world_size}: {arguments.hostfile} has {cluster.num_ranks} slots. Leave it "
+                "out."
             )
     elif arguments.world_size is not None:
         cluster = machine.cluster(arguments.world_size)

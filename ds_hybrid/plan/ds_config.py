@@ -17,7 +17,7 @@ SHARDED_ATTENTION: Mapping[str, Any] = {
         {"patterns": [r".*\.self_attn\.o_proj\.weight$"], "partition_type": "row"},
     ],
 }
-"""What ``Candidate.tp_size`` shards, of every architecture that the planner knows: ``tensor_parallel.partition_config``."""
+"""``tensor_parallel.partition_config``: what is sharded of every architecture that the planner knows."""
 
 
 def to_ds_config(

@@ -101,7 +101,9 @@ class Machine:
     def _cluster(self, hosts: Sequence[tuple[str, int]]) -> Cluster:
         built, first = [], 0
         for name, size in hosts:
-            links = tuple(tuple(SELF if one == other else self.link_kind for other in range(size)) for one in range(size))
+            links = tuple(
+                tuple(SELF if one == other else self.link_kind for other in range(size)) for one in range(size)
+            )
             ranks = tuple(range(first, first + size))
             built.append(Host(name, ranks, (None,) * size, (None,) * size, links))
             first += size

@@ -2,8 +2,8 @@
 
 States are what DeepSpeed 0.19.8 allocates with Adam: from ZeRO 1 on a float32 master and two float32 moments of this
 rank's partition, also in float32 training; experts are partitioned over the ranks that hold the same ones. Activations
-are what autograd keeps of Hugging Face's layers and of ds_hybrid's experts. Symbols as in ``plan.model``; T tokens of the
-rank, b bytes per value, N tokens and R rows that reach the rank's experts.
+are what autograd keeps of Hugging Face's layers and of ds_hybrid's experts. Symbols as in ``plan.model``; b bytes per
+value, N tokens and R rows that reach the rank's experts.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Memory:
 
         While a backward goes on, gradients grow as activations shrink, so their sum is largest at one of its ends.
         """
-        at_loss = self.activations + self.logits + (self.states.gradients if self.states.has_buffers else 0)
+        at_loss = self.activations + self.logits + (self.states.gradients if self.states.has_buffers else 0.0)
         at_end = max(self.states.gradients + self.states.reduction, self.states.step)
         return self.states.weights + self.states.optimizer + self.buffers + max(at_loss, at_end)
 
@@ -226,13 +226,14 @@ def _logits(model: ModelShape, work: Workload, candidate: Candidate) -> float:
 
 
 def _gathered_layer(model: ModelShape, work: Workload, candidate: Candidate) -> float:
-    """ZeRO 3 gathers the layer at work and the next one, and a layer's gradients exist whole before they are reduced."""
+    """ZeRO 3 gathers the layer at work and the next one; a layer's gradients exist whole before they are reduced."""
     if candidate.zero_stage < 3:
         return 0.0
     dense = model.attention.num_sharded(model.hidden_size) / candidate.tp_size
     dense += 3 * model.hidden_size * (model.shared_width or model.dense_width)
     experts = model.num_experts * model.parameters_of_expert / candidate.ep_size
     embedding = model.vocab_size * model.hidden_size
-    return 3 * work.value_bytes * max(dense + experts, embedding) + states(
-        model, candidate, value_bytes=work.value_bytes
-    ).reduction
+    return (
+        3 * work.value_bytes * max(dense + experts, embedding)
+        + states(model, candidate, value_bytes=work.value_bytes).reduction
+    )

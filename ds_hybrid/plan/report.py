@@ -115,8 +115,8 @@ def predicted(request: Request, estimate: Estimate) -> dict[str, Any]:
 def _head(request: Request) -> Iterator[str]:
     model, work, machine = request.model, request.work, request.machine
     yield (
-        f"{model.name}: {model.num_parameters / 1e9:.3g} B parameters, {model.num_active_parameters / 1e9:.3g} B active; "
-        f"{model.num_moe_layers} MoE layers of {model.num_experts} experts, top-{model.top_k}"
+        f"{model.name}: {model.num_parameters / 1e9:.3g} B parameters, {model.num_active_parameters / 1e9:.3g} B "
+        f"active; {model.num_moe_layers} MoE layers of {model.num_experts} experts, top-{model.top_k}"
     )
     yield (
         f"{request.cluster.num_ranks} ranks on {len(request.cluster.hosts)} hosts of {machine.name}, "
@@ -136,9 +136,7 @@ def _dropped(findings: Findings) -> Iterator[str]:
 
 
 def _table(request: Request, estimates: Sequence[Estimate]) -> Iterator[str]:
-    yield (
-        "   TP  EP ZeRO dispatcher    tokens/s    step s  GB (eager)      wire/bound  load (p99)   asks for / why"
-    )
+    yield ("   TP  EP ZeRO dispatcher    tokens/s    step s  GB (eager)      wire/bound  load (p99)   asks for / why")
     for number, estimate in enumerate(estimates[:NUM_SHOWN], 1):
         candidate = estimate.candidate
         ratio = "-" if estimate.dispatch.ratio is None else f"{estimate.dispatch.ratio:.3f}"

@@ -1,4 +1,4 @@
-"""How uneven routing is, and what of it each expert-parallel rank gets: from a law, or from a recorded trace. Pure NumPy.
+"""How uneven routing is, and what each expert-parallel rank gets of it: by a law, or by a recorded trace. Pure NumPy.
 
 Symbols: E experts, K of them per token, P expert-parallel ranks, D draws. A draw is how popular each expert is in one
 layer at one time. A law such as Zipf's says how popular, not which expert: each draw has them in another order.
@@ -98,7 +98,7 @@ def chance_of_need(blocks: FloatArray, top_k: int) -> FloatArray:
 
 
 def read_routing(text: str, model: ModelShape) -> RoutingLaw:
-    """``uniform``, ``zipf:S`` with an exponent S, or the path of a trace: a .npz file with ``counts`` [steps, layers, E].
+    """``uniform``, ``zipf:S`` with an exponent S, or a trace: a .npz file with ``counts`` [steps, layers, E].
 
     Zipf's law is the prior of the choice: the experts with the K largest log(place ** -S) + Gumbel noise are taken.
 

@@ -1,4 +1,4 @@
-"""All ways to train a model on a cluster that ds_hybrid can run: those that fit, quickest first, and why others do not. Pure.
+"""All ways to train a model on a cluster: those that can be run and fit, quickest first, and why others are not. Pure.
 
 Sequence parallelism is not among them, as ``ds_hybrid validate`` refuses ``attention.kv_gather``.
 """
@@ -126,9 +126,7 @@ class Estimator:
         # Shares of nodes only matter to the dispatcher that goes over them, which has equal ones.
         demand = request.law.demand(ep_size, num_nodes if mode == "hierarchical" else 1)
         candidate = Candidate(request.cluster.num_ranks, tp_size, ep_size, 1, mode)
-        cost = dispatch_cost(
-            request.model, request.work, candidate, demand, request.machine, request.cluster, group
-        )
+        cost = dispatch_cost(request.model, request.work, candidate, demand, request.machine, request.cluster, group)
         return demand, cost
 
 
@@ -189,7 +187,7 @@ def _is_better(estimate: Estimate, rival: Estimate) -> bool:
 
 
 def _rank(estimate: Estimate) -> tuple[float, bool, bool, float]:
-    """A sort key: by speed; of those that differ by less than rounding, the one that asks less of the training script."""
+    """A sort key: by speed to four digits; of equals the one that asks less of the training script comes first."""
     candidate = estimate.candidate
     speed = float(f"{estimate.tokens_per_second:.4g}")
     return -speed, candidate.checkpoints, candidate.chunked_loss, estimate.memory.peak

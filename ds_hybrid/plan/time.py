@@ -1,9 +1,9 @@
 """Seconds of one step of a rank, and what leaves it: compute, and each collective on its link. Pure.
 
-One step is a forward and backward of one micro-batch and the optimizer's step. The rank with the busiest experts sets the
-pace of each layer. What hides: with ZeRO 3 DeepSpeed gathers and reduces beside the compute; everything else waits, as
-``overlap_comm`` is off by default below stage 3 and dispatch runs in one chunk. Times are those of ``plan.machine``:
-latency, then bytes over bandwidth (Hockney's model).
+One step is a forward and backward of one micro-batch and the optimizer's step. The rank with the busiest experts sets
+the pace of each layer. What hides: with ZeRO 3 DeepSpeed gathers and reduces beside the compute; everything else waits,
+as ``overlap_comm`` is off by default below stage 3 and dispatch runs in one chunk. A message takes its latency, then its
+bytes over the bandwidth (Hockney's model).
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ from ds_hybrid.topology.layout import Layout
 
 _FLOAT = 4
 _PASSES = 3
-"""Times that a byte that autograd keeps crosses the memory bus: written once, read by the next operation and in backward.
-"""
+"""How often a byte that autograd keeps crosses the memory bus: written, read by the next operation and in backward."""
 _OPTIMIZER_BYTES = 30
-"""Of an element of Adam: master, gradient and two moments read, master and moments written, in float32, and the weight."""
+"""Of an element: Adam reads master, gradient and moments and writes master and moments, in float32, and the weight."""
 
 
 @dataclass(frozen=True)

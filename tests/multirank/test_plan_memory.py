@@ -101,9 +101,7 @@ def test_a_prediction_for_another_stage_or_kernel_would_fail() -> None:
     law = RoutingLaw("even", np.full((1, 8), 3 / 8), 2)
     kernels: tuple[AttentionKernel, ...] = ("fused", "eager")
     fused, eager = (
-        saved_activations(
-            shape, Workload(SEQ_LEN, BATCH, 2, kernel), Candidate(4, 1, 2, 1, "two_stage"), law.demand(2)
-        )
+        saved_activations(shape, Workload(SEQ_LEN, BATCH, 2, kernel), Candidate(4, 1, 2, 1, "two_stage"), law.demand(2))
         for kernel in kernels
     )
     assert eager > 1.2 * fused
@@ -144,9 +142,7 @@ def measure(case: Case) -> Measured:
     moments = [value for state in basic.state.values() for value in state.values() if torch.is_tensor(value)]
     optimizer = {key: size for key, size in storages([*owned, *moments]).items() if key not in weights}
     loads = [layer.expert_load.tolist() for layer in engine.module.modules() if hasattr(layer, "expert_load")]
-    measured = Measured(
-        sum(weights.values()), gradients, sum(optimizer.values()), sum(saved.values()), loads
-    )
+    measured = Measured(sum(weights.values()), gradients, sum(optimizer.values()), sum(saved.values()), loads)
     engine.destroy()
     return measured
 

@@ -41,9 +41,7 @@ def test_parameters_are_those_of_the_model_that_transformers_builds(name: str) -
     config |= {"num_hidden_layers": 3, "first_k_dense_replace": min(num_dense, 1)}
     shape = model_from_config(config, label=name, file=name)
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(
-            transformers.AutoConfig.for_model(**{key: value for key, value in config.items()})
-        )
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
     counts = {key: parameter.numel() for key, parameter in model.named_parameters()}
     experts = sum(count for key, count in counts.items() if ".experts." in key)
     assert experts == shape.num_expert_parameters

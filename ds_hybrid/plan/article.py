@@ -1,7 +1,7 @@
 """The article's rule for a layout beside the planner's. Pure.
 
 The rule, as printed: the first TP size of 1, 2, 4, 8, 16 with L <= 16384 / sqrt(TP), else 16. The bound falls as TP
-grows, so what TP 1 does not meet no larger size meets: it can only return 1 or 16. The article's text takes plan A for L
+grows, so what TP 1 does not meet no larger size meets: it can only return 1 or 16. Its text takes plan A for L
 up to 16K, and plan B beyond. Plan B as printed (DP 2, TP 2, "8 groups") does not multiply to 16, and is read as DP 8,
 TP 2, EP 8.
 """

@@ -77,7 +77,7 @@ def memory(model: ModelShape, work: Workload, candidate: Candidate, demand: Rank
     working = _dispatch_working_set(model, work, candidate, demand)
     embedded = work.num_tokens * (_norm(model.hidden_size, work) + 2 * _INDEX)
     if candidate.checkpoints:
-        kept = work.num_tokens * model.num_layers * model.hidden_size * work.value_bytes
+        kept = float(work.num_tokens * model.num_layers * model.hidden_size * work.value_bytes)
         working += max(worst_moe, saved_by_layer if model.num_dense_layers else 0)
     else:
         kept = model.num_dense_layers * saved_by_layer + model.num_moe_layers * moe

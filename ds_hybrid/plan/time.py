@@ -1,8 +1,8 @@
 """Seconds of one step of a rank, and what leaves it: compute, and each collective on its link. Pure.
 
 One step is a forward and backward of one micro-batch and the optimizer's step. The rank with the busiest experts sets
-the pace of each layer. What hides: with ZeRO 3 DeepSpeed gathers and reduces beside the compute; everything else waits,
-as ``overlap_comm`` is off by default below stage 3 and dispatch runs in one chunk. A message takes its latency, then its
+the pace of each layer. What hides: with ZeRO 3 DeepSpeed gathers and reduces beside compute; everything else waits,
+as ``overlap_comm`` is off by default below stage 3 and dispatch runs in one chunk. A message takes its latency and its
 bytes over the bandwidth (Hockney's model).
 """
 

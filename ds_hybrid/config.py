@@ -78,7 +78,7 @@ class RebalanceConfig(_Section):
     load_half_life: float = Field(default=50, gt=0, description="Optimizer steps after which a load counts half.")
     horizon: int = Field(default=200, ge=1, description="Optimizer steps over which a move must earn its cost back.")
     min_gain: float = Field(
-        default=0.05,
+        default=0.02,
         ge=0,
         description="A layer's experts move only when the forecast load of its busiest rank falls by this much, as a "
         "fraction of the ranks' mean.",

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv and installs ds_hybrid into it with the tested versions. Does nothing when that is already done.
 #
-#   launch/setup.sh                      the package, its extras hf, mpi, nvml and dev
+#   launch/setup.sh                      the package, its extras hf, mpi, nvml, report and dev
 #   launch/setup.sh --old-transformers   also .transformers/5.8.0: put it on PYTHONPATH to run on what stock AutoEP accepts
 #
 # PYTHON names the interpreter to make .venv from (python3).
@@ -38,7 +38,7 @@ install_package() {
     [ -x .venv/bin/pip ] || make_venv
     # DeepSpeed's own set-up looks at the torch that is already there.
     .venv/bin/pip install "$(grep '^torch==' constraints.txt)"
-    .venv/bin/pip install -c constraints.txt -e ".[hf,mpi,nvml,dev]"
+    .venv/bin/pip install -c constraints.txt -e ".[hf,mpi,nvml,report,dev]"
 }
 
 # Beside the venv, not in it: the newest transformers stays the one that everything else uses.

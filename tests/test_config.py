@@ -21,7 +21,7 @@ DESIGN_SECTION = """{
   "dispatch":  {"mode": "auto", "wire_dtype": "auto", "overlap_chunks": 1, "guard": true},
   "topology":  {"source": "auto", "expert_groups": "auto", "timeout_seconds": null},
   "rebalance": {"enabled": false, "algorithm": "swap", "interval": 50, "threshold": null, "load_half_life": 50,
-                "horizon": 200, "min_gain": 0.05, "dry_run": false},
+                "horizon": 200, "min_gain": 0.02, "dry_run": false},
   "attention": {"kv_gather": "off"},
   "observe":   {"directory": null, "interval": 10, "routing_trace": false}
 }"""

@@ -31,7 +31,14 @@ def test_neither_torch_nor_deepspeed_is_imported(code: str) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["validate", "--help"], ["schema", "--help"], ["doctor", "--help"], ["--version"]],
+    [
+        ["--help"],
+        ["validate", "--help"],
+        ["schema", "--help"],
+        ["doctor", "--help"],
+        ["export", "--help"],
+        ["--version"],
+    ],
 )
 def test_the_command_line_helps_without_them(arguments: list[str]) -> None:
     code = f"""

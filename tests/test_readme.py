@@ -17,9 +17,10 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
 
 
-def test_the_annotated_config_is_right() -> None:
-    (config,) = blocks("jsonc")
-    assert find_problems(hjson.loads(config), name="ds.json", world_size=2, num_experts=8) == []
+def test_the_annotated_configs_are_right() -> None:
+    whole, *sections = map(hjson.loads, blocks("jsonc"))
+    for section in ({}, *sections):
+        assert find_problems({**whole, **section}, name="ds.json", world_size=2, num_experts=8) == []
 
 
 @pytest.mark.parametrize(
@@ -30,7 +31,7 @@ def test_the_annotated_config_is_right() -> None:
     ],
 )
 def test_the_quoted_messages_are_real(changes: dict[str, object]) -> None:
-    (config,) = blocks("jsonc")
+    config, *_ = blocks("jsonc")
     (message,) = find_problems({**hjson.loads(config), **changes}, name="ds.json")
     assert message in README
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ds_hybrid.dispatch.arrived import Arrived, Experts
 from ds_hybrid.dispatch.modes import Mode
 from ds_hybrid.dispatch.stopwatch import Stopwatch
 
@@ -29,7 +30,7 @@ class WireBytes:
         num_arrived: tokens that reached this rank's experts, its own among them; in mode ``alltoall`` once for each
             choice.
         exposed_seconds: how long this rank stood still for messages, slower ranks' delay included.
-        expert_seconds: how long its experts took in forward, recomputation apart.
+        expert_seconds: how long its experts took in training's forward, recomputation apart.
 
     Per rank, ``payload`` may fall below ``lower_bound`` (a combine sends rows of other ranks' tokens): compare sums
     over the ranks of a group.
@@ -51,7 +52,7 @@ class Meter:
     Attributes:
         mode: which dispatcher sends.
         exposed: runs while this rank waits for a message.
-        computing: runs while its experts do, in forward, recomputation apart.
+        computing: runs while its experts do, in training's forward, recomputation apart.
     """
 
     def __init__(self, mode: Mode = "alltoall") -> None:
@@ -67,6 +68,17 @@ class Meter:
         self._num_tokens = 0
         self._num_arrived = 0
         self._lower_bound: Tensor | None = None
+
+    def timed(self, experts: Experts, *, training: bool) -> Experts:
+        """The same experts; in training, but for recomputation, ``computing`` runs while they do."""
+        if not training or is_recomputing():
+            return experts
+
+        def run(arrived: Arrived) -> Tensor:
+            with self.computing:
+                return experts(arrived)
+
+        return run
 
     def add_payload(self, num_bytes: int) -> None:
         self._payload += num_bytes

@@ -54,11 +54,6 @@ def run_in_chunks(
 
 def _one_chunk(dispatcher: Dispatcher[Plan], tokens: Tensor, plan: Plan, experts: Experts) -> Steps[Tensor]:
     arrived = yield from dispatcher.dispatch(tokens, plan)
-    meter = dispatcher.group.meter
-    if is_recomputing():
-        outputs = experts(arrived)
-    else:
-        meter.add_arrived(len(arrived.tokens))
-        with meter.computing:
-            outputs = experts(arrived)
-    return (yield from dispatcher.combine(outputs, plan))
+    if not is_recomputing():
+        dispatcher.group.meter.add_arrived(len(arrived.tokens))
+    return (yield from dispatcher.combine(experts(arrived), plan))

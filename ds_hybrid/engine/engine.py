@@ -7,11 +7,13 @@ source of ``deepspeed.initialize`` and every private name used here, and fails w
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,15 @@ from torch import nn
 from ds_hybrid.config import HybridConfig, check, find_warnings, name_of, read_document
 from ds_hybrid.engine.agreement import compare_ranks, raise_alike
 from ds_hybrid.engine.auto_dispatch import AutoDispatch
-from ds_hybrid.engine.checkpoint import Record, check_groups, read_record, write_record
+from ds_hybrid.engine.checkpoint import (
+    CARRIED_KEY,
+    LATEST_UNIVERSAL,
+    Record,
+    SavedCheckpoint,
+    agree_on_tag,
+    read_saved,
+    write_record,
+)
 from ds_hybrid.engine.clipping import clip_gradients
 from ds_hybrid.engine.expert_costs import CostMeter
 from ds_hybrid.engine.expert_layout import expert_group_sizes, expert_layouts
@@ -42,12 +52,16 @@ from ds_hybrid.engine.groups import (
     limit_waiting,
     use_expert_groups,
 )
+from ds_hybrid.engine.load_plan import LoadPlan, plan_load
 from ds_hybrid.engine.moe_stats import StatsReader
 from ds_hybrid.engine.parameter_groups import split_groups, split_optimizer
 from ds_hybrid.engine.rebalancer import Rebalancer
+from ds_hybrid.engine.resharding import LocalNames, load_unparted_optimizer, load_untrained, whole_names
 from ds_hybrid.engine.router_logits import record_router_logits, router_recorders_hidden
+from ds_hybrid.engine.staging import begin, publish, staged_tag
 from ds_hybrid.engine.tensor_parallel import refuse_empty_shards, sum_gradients_of_blocks
 from ds_hybrid.engine.versions import untested_versions
+from ds_hybrid.engine.whole_weights import save_whole_model
 from ds_hybrid.errors import ConfigError
 from ds_hybrid.moe.autoep import HybridAutoEPLayer
 from ds_hybrid.moe.correction_bias import update_correction_biases
@@ -170,10 +184,38 @@ class MoEEngine(DeepSpeedEngine):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """As DeepSpeed's; the expert groups and the dispatchers of mode ``auto`` are written down too."""
+        """As DeepSpeed's; the placement of experts, their groups, and what chooses dispatchers and moves are kept too.
+
+        The files come to their place when all ranks have written theirs: whoever dies while saving leaves the previous
+        checkpoint whole, and ``latest`` on it. A writer that works beside the training is waited for.
+
+        Raises:
+            CheckpointError: on every rank, when the ranks have different tags.
+        """
         tag = str(tag) if tag is not None else f"global_step{self.global_steps}"
-        write_record(save_dir, tag, Record(self._expert_groups, self._auto_dispatch.state()))
-        return super().save_checkpoint(save_dir, tag, dict(client_state or {}), save_latest, exclude_frozen_parameters)
+        agree_on_tag(tag)
+        moves_files = (self.local_rank if self.use_node_local_storage() else self.global_rank) == 0
+        if moves_files:
+            begin(save_dir, tag)
+        dist.barrier()
+        placements = {
+            name: layer.placement.expert_of_slot.tolist() for name, layer in self.moe_layers_by_name().items()
+        }
+        carried: dict[str, Any] = {"placements": placements}
+        if isinstance(self.optimizer, torch.optim.Optimizer):
+            parameters = chain.from_iterable(group["params"] for group in self.optimizer.param_groups)
+            carried["optimizer_names"] = [self.param_names[parameter] for parameter in parameters]
+        rebalance = {} if self._rebalancer is None else self._rebalancer.state()
+        record = Record(self._expert_groups, self._auto_dispatch.state(), placements, rebalance)
+        state = {**(client_state or {}), CARRIED_KEY: carried}
+        super().save_checkpoint(save_dir, staged_tag(tag), state, False, exclude_frozen_parameters)
+        if self.checkpoint_engine.is_decoupled():
+            self._commit_decoupled_checkpoint()
+        if moves_files:
+            write_record(Path(save_dir, staged_tag(tag)), record)
+            publish(save_dir, tag, save_latest=save_latest)
+        dist.barrier()
+        return True
 
     def load_checkpoint(
         self,
@@ -185,26 +227,69 @@ class MoEEngine(DeepSpeedEngine):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """As DeepSpeed's; a checkpoint that DeepSpeed has saved is loaded as well.
+        """As DeepSpeed's; the experts are placed as they were. A checkpoint that DeepSpeed has saved is loaded as well.
 
         Raises:
-            CheckpointError: the experts were on other ranks, and the optimizer's part is to be loaded.
+            CheckpointError: on every rank and before anything changes, when the placement is missing or is not that of
+                the files; or the experts were on other ranks, and their optimizer's part is to be loaded.
         """
-        record = read_record(load_dir, tag)
-        if record is not None and load_optimizer_states and not load_module_only:
-            check_groups(record, self._expert_groups, load_dir=load_dir)
-        loaded = super().load_checkpoint(
-            load_dir,
-            tag,
-            load_module_strict,
-            load_optimizer_states,
-            load_lr_scheduler_states,
-            load_module_only,
-            custom_load_fn,
+        universal = self.load_universal_checkpoint()
+        saved = read_saved(load_dir, tag, latest=LATEST_UNIVERSAL if universal else "latest")
+        plan = (
+            None
+            if saved is None
+            else self._plan_load(saved, with_optimizer=load_optimizer_states and not load_module_only)
         )
-        if record is not None and loaded[0] is not None:
-            self._auto_dispatch.restore(record.dispatch)
-        return loaded
+        layers = self.moe_layers_by_name()
+        for name, placement in plan.placements.items() if plan else ():
+            layers[name].place(placement)
+        local = LocalNames(layers)
+        with whole_names(self.param_names, local) if universal else contextlib.nullcontext():
+            path, client_state = super().load_checkpoint(
+                load_dir,
+                tag,
+                load_module_strict,
+                load_optimizer_states and not (plan and plan.parts_optimizer_anew),
+                load_lr_scheduler_states,
+                load_module_only,
+                custom_load_fn,
+            )
+        if client_state is not None:
+            client_state.pop(CARRIED_KEY, None)
+        if path is None or saved is None or plan is None:
+            return path, client_state
+        if universal:
+            load_untrained(self.module, Path(saved.folder), local)
+        if plan.parts_optimizer_anew:
+            load_unparted_optimizer(self.optimizer, self.param_names, local, saved, plan.saved_placements)
+        if saved.record is not None:
+            self._auto_dispatch.restore(saved.record.dispatch)
+            if self._rebalancer is not None:
+                self._rebalancer.restore(saved.record.rebalance)
+        return path, client_state
+
+    def _plan_load(self, saved: SavedCheckpoint, *, with_optimizer: bool) -> LoadPlan:
+        return plan_load(
+            saved,
+            {name: layer.placement for name, layer in self.moe_layers_by_name().items()},
+            self._expert_groups,
+            world_size=self.seq_dp_world_size,
+            zero_stage=self.zero_optimization_stage(),
+            universal=self.load_universal_checkpoint(),
+            with_optimizer=with_optimizer and self.optimizer is not None,
+            optimizer_is_torchs=isinstance(self.optimizer, torch.optim.Optimizer),
+        )
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """As DeepSpeed's, with the experts of all ranks: one file, by Hugging Face's names where there are any.
+
+        All ranks call it. A name that ends in ".safetensors" gives that format.
+        """
+        if not self.moe_layers_by_name():
+            return super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
+        return save_whole_model(self, save_dir, save_filename, exclude_frozen_parameters=exclude_frozen_parameters)
 
     def clip_fp32_gradients(self) -> None:
         """Clip by the norm of the whole model, experts of all ranks and shards of AutoTP included."""

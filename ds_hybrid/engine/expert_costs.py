@@ -62,8 +62,18 @@ class CostMeter:
         self._num_pairs = [before + more for before, more in zip(self._num_pairs, num_pairs, strict=True)]
 
     def add_event(self, seconds: float) -> None:
-        """Note what a rebalance has taken besides its moves, on the slowest rank."""
-        self._seconds_per_event = _largest([max(seconds, 0.0)])[0]
+        """Note what a rebalance has taken besides its moves, on the slowest rank.
+
+        One that was slow by chance must not forbid all that would follow: the figure at most doubles with an event, and
+        halves with each that is refused for it.
+        """
+        slowest = _largest([max(seconds, 0.0)])[0]
+        before = self._seconds_per_event
+        self._seconds_per_event = min(slowest, 2 * before) if before else slowest
+
+    def refuse_event(self) -> None:
+        """Note that an event costs too much for what it would bring."""
+        self._seconds_per_event /= 2
 
     def measure(self, optimizer: Any) -> list[Costs]:
         """The costs of each layer since the last time. Collective over all ranks; waits for the device."""

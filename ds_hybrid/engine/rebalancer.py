@@ -144,23 +144,27 @@ class Rebalancer:
         )
 
     def _look(self, due: Sequence[str], step: int, optimizer: Any) -> None:
-        began = time.perf_counter()
+        self._count(self._step_loads.settle())  # measured are the seconds of this step too
         costs = dict(zip(self._layers, self._costs.measure(optimizer), strict=True))
+        began = time.perf_counter()
         targets, outlooks = {}, {}
         for name in due:
             self._measure(name, costs[name])
             targets[name], outlooks[name] = self._propose(name, costs[name])
             self._watches[name] = replace(self._watches[name], patience=self._watches[name].patience.looked(step))
-            self._tell(name, outlooks[name])
-        paying = {name: targets[name] for name in due if outlooks[name].pays}
-        unconditional = is_unconditional(self._config.algorithm)
-        pays = event_pays(list(outlooks.values()), costs[due[0]], horizon=self._config.horizon)
-        if not paying or not (pays or unconditional):
-            return
-        if self._config.dry_run:
+        paying = [name for name in due if outlooks[name].pays]
+        worth_it = event_pays(list(outlooks.values()), costs[due[0]], horizon=self._config.horizon)
+        carry_out = bool(paying) and (worth_it or is_unconditional(self._config.algorithm))
+        for name in due:
+            self._tell(name, outlooks[name], planned=carry_out and outlooks[name].pays)
+        if paying and not carry_out:
+            seconds = costs[due[0]].seconds_per_event
+            _log(f"step {step}: moves of {len(paying)} layers would pay, but not an event of {seconds:.3f} s for them")
+            self._costs.refuse_event()
+        elif carry_out and self._config.dry_run:
             _log(f"step {step}: dry run, nothing moves")
-            return
-        self._carry_out(paying, outlooks, step, began)
+        elif carry_out:
+            self._carry_out({name: targets[name] for name in paying}, outlooks, step, began)
 
     def _measure(self, name: str, costs: Costs) -> None:
         """Close the trial of the last move, if there is one."""
@@ -195,12 +199,14 @@ class Rebalancer:
         )
         return proposed, plan
 
-    def _tell(self, name: str, plan: LayerOutlook) -> None:
-        lines = describe(name, plan)
-        if not plan.pays:
-            lines = [] if self._watches[name].told else lines[1:]
-        for line in lines:
+    def _tell(self, name: str, plan: LayerOutlook, *, planned: bool) -> None:
+        """A line for what is planned; one for a layer that no placement can even out, when that is new."""
+        line, *needs_replication = describe(name, plan)
+        if planned:
             _log(line)
+        if not self._watches[name].told:
+            for line in needs_replication:
+                _log(line)
         self._watches[name] = replace(self._watches[name], told=plan.needs_replication)
 
     def _carry_out(

@@ -143,7 +143,7 @@ class HybridAutoEPLayer(AutoEPMoELayer):
             run_in_chunks,
             self.dispatcher,
             placement=self.placement,
-            experts=self.experts.run,
+            experts=self.meter.timed(self.experts.run, training=self.training),
             num_chunks=self._dispatch_config.overlap_chunks,
         )
         if self.dispatcher.mode == "replicated":

@@ -79,8 +79,9 @@ class RoutedExperts(nn.Module):
         dispatcher = self.switch.dispatcher
         routed: RouterOutput = self.gate(tokens, is_used)
         cargo = pack_kept(tokens, routed, by_pair=self.gate.options.capacity is not None)
+        experts = dispatcher.group.meter.timed(by_rows(self.experts), training=self.training)
         combined = run_in_chunks(
-            dispatcher, cargo.tokens, cargo.routing, self.placement, by_rows(self.experts), num_chunks=self._num_chunks
+            dispatcher, cargo.tokens, cargo.routing, self.placement, experts, num_chunks=self._num_chunks
         )
         output = cargo.unpack(combined)
         return MoEResult(output, routed.loss, routed.num_routed, routed.num_processed)

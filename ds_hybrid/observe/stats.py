@@ -25,7 +25,8 @@ class LayerStats:
         arrived: for each place in the expert-parallel group, the tokens that reached its experts, its own among them;
             in mode ``alltoall`` once for each choice.
         exposed_seconds: how long ranks stood still for messages, slower ranks' delay included.
-        expert_seconds: for each place in the expert-parallel group, how long the experts of its ranks took in forward.
+        expert_seconds: for each place in the expert-parallel group, how long the experts of its ranks took in
+            training's forward.
         predicted_seconds: where the mode is ``auto``, a call in each mode that was weighed at the last choice.
     """
 

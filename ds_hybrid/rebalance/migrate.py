@@ -31,8 +31,9 @@ from ds_hybrid.rebalance.transfers import Extent, Holding, Part, Transfer, bytes
 Layer = HybridAutoEPLayer | MoE
 
 CHECK_BYTES = 16
-"""That follow what a rank sends to another in a round."""
-_CHUNK_BYTES = 2**20
+"""Of the checksum at the end of what a rank sends to another in a round."""
+_WORD_BYTES = 8
+_CHUNK_WORDS = 2**17
 
 
 @dataclass(frozen=True)
@@ -124,9 +125,7 @@ def move_experts(
     for plan in plans:
         for planned in plan.rounds:
             transfers = plan.transfers(planned)
-            sending = [one for one in transfers if one.source == rank]
-            predicted += sum(one.num_bytes for one in sending)
-            predicted += CHECK_BYTES * len({one.target for one in sending})
+            predicted += sum(_sizes(_by_peer((one for one in transfers if one.source == rank), "target", world.size)))
             staged = max(staged, _carry_out(plan, planned, transfers, world))
     rounds = [planned for plan in plans for planned in plan.rounds]
     return MoveReport(
@@ -236,8 +235,7 @@ def _carry_out(plan: _LayerPlan, planned: Round, transfers: Sequence[Transfer], 
     wrong = [rank for rank, message in enumerate(arrived) if not _is_whole(message)]
     _agree(f"what rank {wrong[0]} sent came otherwise" if wrong else None, doing=f"{name}: receive experts")
     for message, expected in zip(arrived, incoming, strict=True):
-        parts = message.split([*(one.num_bytes for one in expected), CHECK_BYTES] if expected else [])
-        for one, part in zip(expected, parts[:-1], strict=True):
+        for one, part in _parts(message, expected):
             plan.view(one.move.target[1], one).copy_(part)
     plan.layer.place(planned.placement)
     return len(sent) + len(received)
@@ -251,31 +249,38 @@ def _by_peer(transfers: Iterator[Transfer], end: str, num_ranks: int) -> list[li
 
 
 def _sizes(of_peer: Sequence[Sequence[Transfer]]) -> list[int]:
-    return [sum(one.num_bytes for one in theirs) + CHECK_BYTES if theirs else 0 for theirs in of_peer]
+    """The bytes for each peer: its parts, filled up to whole words, and their checksum."""
+    payloads = [sum(one.num_bytes for one in theirs) for theirs in of_peer]
+    return [-(-payload // _WORD_BYTES) * _WORD_BYTES + CHECK_BYTES if payload else 0 for payload in payloads]
+
+
+def _parts(message: Tensor, transfers: Sequence[Transfer]) -> Iterator[tuple[Transfer, Tensor]]:
+    """Each transfer with its bytes in the message."""
+    parts = message[: sum(one.num_bytes for one in transfers)].split([one.num_bytes for one in transfers])
+    return zip(transfers, parts, strict=True)
 
 
 def _pack(plan: _LayerPlan, outgoing: Sequence[Sequence[Transfer]]) -> Tensor:
-    """[bytes] uint8 on the device: for each rank that gets something, its parts and their checksum."""
+    """[bytes] uint8 on the device: the messages to all ranks, one after the other."""
     sizes = _sizes(outgoing)
-    packed = torch.empty(sum(sizes), dtype=torch.uint8, device=get_accelerator().current_device_name())
+    packed = torch.zeros(sum(sizes), dtype=torch.uint8, device=get_accelerator().current_device_name())
     for message, theirs in zip(packed.split(sizes), outgoing, strict=True):
+        for one, part in _parts(message, theirs):
+            part.copy_(plan.view(one.move.source[1], one))
         if theirs:
-            parts = message.split([*(one.num_bytes for one in theirs), CHECK_BYTES])
-            for one, part in zip(theirs, parts[:-1], strict=True):
-                part.copy_(plan.view(one.move.source[1], one))
-            parts[-1].copy_(_checksum(message[:-CHECK_BYTES]))
+            message[-CHECK_BYTES:].copy_(_checksum(message[:-CHECK_BYTES]))
     return packed
 
 
 def _checksum(message: Tensor) -> Tensor:
-    """[16] uint8: the sum of the bytes, and their sum weighted by place, as Fletcher's checksum has it."""
+    """[16] uint8: the sum of the message's words, and their sum weighted by place, as Fletcher's checksum has it."""
     plain = torch.zeros((), dtype=torch.int64, device=message.device)
     weighted = plain.clone()
-    for number, chunk in enumerate(message.split(_CHUNK_BYTES)):
-        total = chunk.sum(dtype=torch.int64)
+    for number, chunk in enumerate(message.view(torch.int64).split(_CHUNK_WORDS)):
+        total = chunk.sum()
         places = torch.arange(1, len(chunk) + 1, device=message.device)
         plain += total
-        weighted += (chunk * places).sum() + number * _CHUNK_BYTES * total
+        weighted += (chunk * places).sum() + number * _CHUNK_WORDS * total
     return torch.stack([plain, weighted]).view(torch.uint8)
 
 

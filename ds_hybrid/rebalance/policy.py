@@ -41,14 +41,13 @@ class Costs:
         """How many times a move inside a node one across nodes costs."""
         return max(self.seconds_per_move_across / self.seconds_per_move, 1.0) if self.seconds_per_move else 1.0
 
-    def thresholds(self, load: npt.ArrayLike, num_ranks: int, *, horizon: int) -> Thresholds:
+    def thresholds(self, load: npt.ArrayLike, *, horizon: int) -> Thresholds:
         """For ``swap``: no expert moves that does not earn its way within ``horizon`` steps; ``load`` [E] pairs a step.
 
-        The busiest rank both sends and receives, and its links do both at once: the two experts of a swap cost one move.
+        Links send and receive at once: the two experts of a swap cost the busiest rank one move.
         """
-        step = self.seconds_per_pair * float(np.sum(load)) / num_ranks
-        earns = FORECAST_HOLDS * horizon * step
-        price = SAFETY * self.seconds_per_move / 2 / earns if earns else 0.0
+        earned = FORECAST_HOLDS * horizon * self.seconds_per_pair * float(np.asarray(load, dtype=np.float64).mean())
+        price = SAFETY * self.seconds_per_move / 2 / earned if earned else 0.0
         return replace(DEFAULT_THRESHOLDS, price=max(DEFAULT_THRESHOLDS.price, price))
 
 
@@ -196,7 +195,7 @@ class Patience:
         return replace(self, last_look=step)
 
     def after(self, gain: float) -> Patience:
-        """After a move whose measured gain is known: two losses in a row double the interval, a gain halves it again."""
+        """After a move of known gain: two losses in a row double the interval, a gain halves it again."""
         if gain > 0:
             return replace(self, factor=max(self.factor // 2, 1), num_losses=0)
         if gain == 0 or self.num_losses == 0:

@@ -43,8 +43,7 @@ def read_trace(path: str | Path) -> Trace:
     """
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            counts = arrays["counts"] if "counts" in arrays else None
-            meta = str(arrays["meta"]) if "meta" in arrays else "{}"
+            counts, meta = arrays.get("counts"), str(arrays.get("meta", "{}"))
             names = ", ".join(arrays.files) or "none"
     except (ValueError, zipfile.BadZipFile, EOFError, AttributeError, TypeError) as error:
         raise PlacementError(f"{path}: not a .npz file of plain arrays. Write it with numpy.savez.") from error
@@ -175,10 +174,10 @@ def replay(
     num_steps, num_layers, num_experts = trace.counts.shape
     first = num_steps // 2 if start is None else start
     num_blocks = (num_steps - first) // average_over
-    if num_blocks < 1:
+    if first < 0 or num_blocks < 1:
         raise PlacementError(
-            f"{num_steps} steps, scored from step {first}: must leave at least {average_over} to average over. "
-            f"Take a longer trace, an earlier start, or fewer steps."
+            f"the trace has {num_steps} steps: start {first} must be at least 0 and leave {average_over} steps to "
+            f"average over. Take another start, fewer steps to average over, or a longer trace."
         )
     contiguous = ExpertPlacement.contiguous(num_experts, ep_size)
     layers = [
@@ -193,6 +192,7 @@ def replay(
             horizon=horizon,
             costs=_costs(trace.counts[:, layer], ep_size, kappa, cross_node_penalty),
             node_of_rank=node_of_rank,
+            cross_node_penalty=cross_node_penalty,
         )
         for layer in range(num_layers)
     ]
@@ -206,8 +206,10 @@ def replay(
         after=_balance(blocks[1]),
         layers=tuple(
             LayerResult(
-                *spreads[:, index].tolist(),
-                *busiest[:, :, index].mean(1).tolist(),
+                spread_before=float(spreads[0, index]),
+                spread_after=float(spreads[1, index]),
+                max_over_mean_before=float(busiest[0, :, index].mean()),
+                max_over_mean_after=float(busiest[1, :, index].mean()),
                 num_moves=sum(layer.num_moved),
                 num_moves_across=sum(layer.num_moved_across),
             )
@@ -242,6 +244,7 @@ def _replay_layer(
     horizon: int,
     costs: Costs,
     node_of_rank: Sequence[int],
+    cross_node_penalty: float,
 ) -> _LayerReplay:
     load = ExpertLoad.unknown(counts.shape[1], half_life=half_life)
     for step in range(first):
@@ -254,8 +257,8 @@ def _replay_layer(
             load.forecast,
             placement,
             node_of_rank=node_of_rank,
-            cross_node_penalty=costs.cross_node_penalty,
-            thresholds=costs.thresholds(load.forecast, contiguous.num_ranks, horizon=horizon),
+            cross_node_penalty=cross_node_penalty,
+            thresholds=costs.thresholds(load.forecast, horizon=horizon),
         )
         plan = outlook(
             load.forecast,

@@ -19,7 +19,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"ds_hybrid {ds_hybrid.__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["validate", "schema", "doctor", "plan"])
+@pytest.mark.parametrize(
+    "command", ["validate", "schema", "doctor", "export", "plan", "simulate-rebalance", "universal"]
+)
 def test_every_command_shows_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as leaving:
         main([command, "--help"])
@@ -43,6 +45,15 @@ def test_every_command_shows_examples(command: str, capsys: pytest.CaptureFixtur
         (
             ["schema", "--check", "--out", "x.json"],
             "ds_hybrid schema: error: argument --out: not allowed with argument --check",
+        ),
+        (["export", "run"], "ds_hybrid export: error: the following arguments are required: OUT"),
+        (
+            ["export", "run", "out", "--max-shard-size", "5"],
+            "ds_hybrid export: error: argument --max-shard-size: '5' must be a size such as 500MB or 5GB",
+        ),
+        (
+            ["export", "run", "out", "--dtype", "int8"],
+            "ds_hybrid export: error: argument --dtype: invalid choice: 'int8' (choose from 'fp32', 'bf16', 'fp16')",
         ),
     ],
 )

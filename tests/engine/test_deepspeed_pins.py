@@ -12,15 +12,18 @@ from typing import Any
 
 import deepspeed
 import pytest
+from deepspeed.checkpoint import ds_to_universal, universal_checkpoint
 from deepspeed.module_inject.auto_ep_folding import autoep_folding_gradient_reduction_strategy
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.module_inject.auto_ep_presets import base
 from deepspeed.module_inject.auto_tp import AutoTP
 from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer, TensorParallel_Layer
 from deepspeed.moe.ep_experts import GroupedExperts
+from deepspeed.moe.ep_repack import _repack_fused_3d, _repack_module_list, repack_expert_weights
 from deepspeed.moe.ep_router import TokenChoiceTopKRouter
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
@@ -48,6 +51,17 @@ SOURCES = {
     "MoE.__init__": (MoE.__init__, "04fd3d2bebe0874f"),
     "MoE._create_process_groups": (MoE._create_process_groups, "44dda63d114c41ba"),
     "DeepSpeedEngine._save_moe_checkpoint": (DeepSpeedEngine._save_moe_checkpoint, "cf5acf06f0a6e168"),
+    # engine/universal.py writes what the second and third read and calls the fourth; engine/resharding.py changes the
+    # names by which the first looks for parameters.
+    "load_hp_checkpoint_state_from_checkpoint_dir": (
+        ZeROOptimizer.load_hp_checkpoint_state_from_checkpoint_dir,
+        "7532435ffb5b067a",
+    ),
+    "load_hp_checkpoint_state": (universal_checkpoint.load_hp_checkpoint_state, "981405e95ffd4c73"),
+    "_resolve_autoep_partition": (universal_checkpoint._resolve_autoep_partition, "b634f745c598e0f8"),
+    "ds_to_universal.main": (ds_to_universal.main, "24d330b69ba1d510"),
+    "DeepSpeedZeroOptimizer.state_dict": (DeepSpeedZeroOptimizer.state_dict, "2ad067a97760517b"),
+    "DeepSpeedEngine._commit_decoupled_checkpoint": (DeepSpeedEngine._commit_decoupled_checkpoint, "87f63fd0ac658106"),
     # engine/parameter_groups.py relies on options that it copies to each part.
     "split_params_into_different_moe_groups_for_optimizer": (
         split_params_into_different_moe_groups_for_optimizer,
@@ -91,6 +105,22 @@ SOURCES = {
     ),
     "AutoEPMoELayer._forward": (AutoEPMoELayer._forward, "701de38e30c779bc"),
     "AutoEPMoELayer._finalize_output": (AutoEPMoELayer._finalize_output, "2f1e012aa0c3be4a"),
+    # hf/ reads what these write; engine/whole_weights.py does what the last does, for all experts.
+    "DeepSpeedEngine._save_zero_checkpoint": (DeepSpeedEngine._save_zero_checkpoint, "9053a2fbcfbc2a87"),
+    "DeepSpeedEngine._common_checkpoint_state": (DeepSpeedEngine._common_checkpoint_state, "55303ef952c4f664"),
+    "DeepSpeedEngine._get_zero_param_shapes": (DeepSpeedEngine._get_zero_param_shapes, "84be582af252b46b"),
+    "DeepSpeedZeroOptimizer_Stage3._rigid_state_dict": (
+        DeepSpeedZeroOptimizer_Stage3._rigid_state_dict,
+        "9a67500b2f2c4a7a",
+    ),
+    "BF16_Optimizer.state_dict": (BF16_Optimizer.state_dict, "f03ab7b09f6dd8f6"),
+    "FP16_UnfusedOptimizer.state_dict": (FP16_UnfusedOptimizer.state_dict, "ed4f86b1e3fe0882"),
+    "FP16_Optimizer.state_dict": (FP16_Optimizer.state_dict, "522d99d9d150261b"),
+    "DeepSpeedEngine.save_16bit_model": (DeepSpeedEngine.save_16bit_model, "a9fbf0f2e4b5229c"),
+    # Undone by moe/hugging_face_names.py.
+    "repack_expert_weights": (repack_expert_weights, "ad27a0887e6a0e3d"),
+    "_repack_fused_3d": (_repack_fused_3d, "4551347586a01bdd"),
+    "_repack_module_list": (_repack_module_list, "a50026a49c864c05"),
     "AutoEPMoELayer.set_deepspeed_parallelism": (AutoEPMoELayer.set_deepspeed_parallelism, "bd85913ef9cba70e"),
 }
 
@@ -105,6 +135,9 @@ NAMES = [
     "deepspeed.constants:TORCH_DISTRIBUTED_DEFAULT_PORT",
     "deepspeed.runtime.engine:DeepSpeedEngine._configure_python_gc",
     "deepspeed.runtime.engine:DeepSpeedEngine.gradient_clipping",
+    "deepspeed.runtime.engine:DeepSpeedEngine.use_node_local_storage",
+    "deepspeed.runtime.engine:DeepSpeedEngine.load_universal_checkpoint",
+    "deepspeed.runtime.checkpoint_engine.checkpoint_engine:CheckpointEngine.is_decoupled",
     # engine/clipping.py
     "deepspeed.moe.utils:is_moe_param",
     "deepspeed.utils.groups:_get_expert_parallel_group",
@@ -127,6 +160,21 @@ NAMES = [
     "deepspeed.checkpoint.constants:DS_AUTOEP_UC_META",
     "deepspeed.utils.groups:_get_expert_data_parallel_group",
     "deepspeed.runtime.zero.partition_parameters:ZeroParamStatus.AVAILABLE",
+    # moe/hugging_face_names.py
+    "deepspeed.module_inject.auto_ep:AutoEP.ep_parser",
+    "deepspeed.module_inject.auto_ep_config:parse_autoep_config",
+    "deepspeed.moe.fused_expert_layout:classify_fused_gate_up_layout",
+    # hf/
+    "deepspeed.checkpoint.affine:ParamAffineMap.from_dict",
+    "deepspeed.checkpoint.affine:ParamAffineMap.rebuild",
+    "transformers.modeling_utils:PreTrainedModel._keep_in_fp32_modules_strict",
+    "transformers.core_model_loading:revert_weight_conversion",
+    # engine/whole_weights.py
+    "deepspeed.module_inject.layers:TensorParallel_Layer.gather_params",
+    "deepspeed.runtime.checkpoint_engine.checkpoint_engine:CheckpointCommitInfo",
+    "deepspeed.runtime.engine:DeepSpeedEngine._optimizer_has_ckpt_event_prologue",
+    "deepspeed.runtime.engine:DeepSpeedEngine._optimizer_has_ckpt_event_epilogue",
+    "deepspeed.runtime.engine:DeepSpeedEngine.zero_gather_16bit_weights_on_model_save",
     # engine/router_logits.py
     "transformers.utils.output_capturing:_active_collector",
     # dispatch/missing.py, engine/groups.py

@@ -42,7 +42,7 @@ class Outcome:
         num_moved: experts that changed their rank, in all moves.
         loss_error: the largest difference of a loss.
         bytes_off: how far the bytes that left this rank were from the prediction.
-        bytes_too_many: staged at once, beyond two experts' state and the checksums.
+        bytes_too_many: staged at once, beyond two experts' state, checksums and filled-up words.
     """
 
     wrong: int
@@ -195,7 +195,7 @@ def compare(run: Run | explicit.Setup) -> Outcome:
         loss_error=max(abs(one - other) for one, other in zip(straight, moved, strict=True)),
         bytes_off=max(abs(report.bytes_sent - report.bytes_predicted) for report in reports),
         bytes_too_many=max(
-            report.bytes_staged - 2 * size - CHECK_BYTES * dist.get_world_size()
+            report.bytes_staged - 2 * size - (CHECK_BYTES + 8) * dist.get_world_size()
             for report, size in zip(reports, sizes, strict=True)
         ),
     )

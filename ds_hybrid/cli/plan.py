@@ -4,10 +4,19 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 from ds_hybrid.cli.arguments import count
+from ds_hybrid.config import check
 from ds_hybrid.errors import ConfigError
+from ds_hybrid.plan.article import article_choice
+from ds_hybrid.plan.candidate import Workload
+from ds_hybrid.plan.ds_config import to_ds_config
+from ds_hybrid.plan.machine import read_machine
+from ds_hybrid.plan.model_file import read_model
+from ds_hybrid.plan.report import Comparison, inputs, predicted, to_json, to_text
+from ds_hybrid.plan.routing import read_routing
+from ds_hybrid.plan.search import Estimate, Request, best_of_sizes, search
+from ds_hybrid.topology.hostfile import read_hostfile
 
 _EXAMPLES = """examples:
   ds_hybrid plan --world-size 16 --seq-len 32768 --model qwen3_30b_a3b --cluster a100x8_ib200
@@ -59,13 +68,9 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 def run(arguments: argparse.Namespace) -> int:
     """The report on stdout; 2 when a ds_config is wanted and nothing fits."""
-    # Imported here, so that other sub-commands do not wait for NumPy.
-    from ds_hybrid.plan.report import to_json, to_text
-    from ds_hybrid.plan.search import search
-
     request = _request(arguments)
     findings = search(request)
-    comparison = _comparison(request, findings) if arguments.rule else None
+    comparison = _comparison(request) if arguments.rule else None
     if arguments.json:
         print(json.dumps(to_json(request, findings, comparison), indent=2))
     else:
@@ -79,13 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _request(arguments: argparse.Namespace) -> Any:
-    from ds_hybrid.plan.candidate import Workload
-    from ds_hybrid.plan.machine import read_machine
-    from ds_hybrid.plan.model_file import read_model
-    from ds_hybrid.plan.routing import read_routing
-    from ds_hybrid.plan.search import Request
-    from ds_hybrid.topology.hostfile import read_hostfile
+def _request(arguments: argparse.Namespace) -> Request:
 
     model, machine = read_model(arguments.model), read_machine(arguments.cluster)
     if model.max_positions is not None and arguments.seq_len > model.max_positions:
@@ -111,20 +110,14 @@ def _request(arguments: argparse.Namespace) -> Any:
     return Request(model, work, machine, cluster, read_routing(arguments.routing, model), stages)
 
 
-def _comparison(request: Any, findings: Any) -> Any:
-    """The article's sizes at the stage and with the savings of our best, else with all of them."""
-    from ds_hybrid.plan.article import article_choice
-    from ds_hybrid.plan.report import Comparison
-    from ds_hybrid.plan.search import best_of_sizes
+def _comparison(request: Request) -> Comparison:
+    """The article's sizes, at the ZeRO stage and with the savings that serve them best."""
 
     choice = article_choice(request.work.seq_len)
     return Comparison(choice, best_of_sizes(request, choice.tp_size, choice.ep_size, choice.mode))
 
 
-def _write(path: Path, request: Any, best: Any) -> None:
-    from ds_hybrid.config import check
-    from ds_hybrid.plan.ds_config import to_ds_config
-    from ds_hybrid.plan.report import inputs, predicted
+def _write(path: Path, request: Request, best: Estimate) -> None:
 
     header = {"inputs": inputs(request), "predicted": predicted(request, best)}
     document = to_ds_config(request.model, request.work, best.candidate, header)

@@ -85,7 +85,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _request(arguments: argparse.Namespace) -> Request:
-
     model, machine = read_model(arguments.model), read_machine(arguments.cluster)
     if model.max_positions is not None and arguments.seq_len > model.max_positions:
         raise ConfigError(
@@ -112,13 +111,11 @@ def _request(arguments: argparse.Namespace) -> Request:
 
 def _comparison(request: Request) -> Comparison:
     """The article's sizes, at the ZeRO stage and with the savings that serve them best."""
-
     choice = article_choice(request.work.seq_len)
     return Comparison(choice, best_of_sizes(request, choice.tp_size, choice.ep_size, choice.mode))
 
 
 def _write(path: Path, request: Request, best: Estimate) -> None:
-
     header = {"inputs": inputs(request), "predicted": predicted(request, best)}
     document = to_ds_config(request.model, request.work, best.candidate, header)
     if (path.parent / "ds_hybrid.schema.json").exists():

@@ -97,7 +97,8 @@ def _grouped_model(keys: _Counts, config: Mapping[str, Any], label: str) -> Mode
         ),
         dense_width=keys("intermediate_size") if dense_layers else 0,
         expert_width=keys("intermediate_size" if is_mixtral else "moe_intermediate_size"),
-        num_experts=keys("num_local_experts" if is_mixtral else "num_experts"),
+        # Newer transformers write Qwen's number under Mixtral's name.
+        num_experts=keys("num_experts" if "num_experts" in config and not is_mixtral else "num_local_experts"),
         top_k=keys("num_experts_per_tok"),
         is_tied=bool(config.get("tie_word_embeddings", False)),
         max_positions=config.get("max_position_embeddings"),

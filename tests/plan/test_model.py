@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from ds_hybrid.errors import ConfigError
@@ -46,6 +49,13 @@ def test_parameters_are_those_of_the_model_that_transformers_builds(name: str) -
     experts = sum(count for key, count in counts.items() if ".experts." in key)
     assert experts == shape.num_expert_parameters
     assert sum(counts.values()) == shape.num_parameters
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_config_that_transformers_has_saved_is_read(name: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    transformers.AutoConfig.for_model(**read_table("models", name)[0]["config"]).save_pretrained(tmp_path)
+    assert replace(read_model(str(tmp_path)), name=name) == read_model(name)
 
 
 def test_the_tables_name_their_sources() -> None:
@@ -100,10 +110,10 @@ def test_plain_layers_of_qwen_are_counted() -> None:
 
 def test_all_problems_of_a_config_come_at_once() -> None:
     with pytest.raises(ConfigError) as raised:
-        shape_of(hidden_size=0, num_experts="8")
+        shape_of(hidden_size=0, moe_intermediate_size="8")
     assert raised.value.problems == (
         "hidden_size = 0 (config.json): must be an integer >= 1.",
-        'num_experts = "8" (config.json): must be an integer >= 1.',
+        'moe_intermediate_size = "8" (config.json): must be an integer >= 1.',
     )
 
 

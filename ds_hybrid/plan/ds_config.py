@@ -7,8 +7,8 @@ from typing import Any
 
 from ds_hybrid.config import HybridConfig
 from ds_hybrid.plan.candidate import Candidate, Workload
-from ds_hybrid.plan.memory import reduce_bucket_size
 from ds_hybrid.plan.model import ModelShape
+from ds_hybrid.plan.states import reduce_bucket_size
 
 SHARDED_ATTENTION: Mapping[str, Any] = {
     "use_default_specs": False,

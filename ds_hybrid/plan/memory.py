@@ -1,46 +1,19 @@
-"""Bytes of a rank: weights, gradients and optimizer states by ZeRO stage, activations, logits and buffers. Pure.
+"""Bytes of a rank: its states, activations, logits and buffers, and the most of them at one time. Pure.
 
-States are what DeepSpeed 0.19.8 allocates with Adam: from ZeRO 1 on a float32 master and two float32 moments of this
-rank's partition, also in float32 training; experts are partitioned over the ranks that hold the same ones. Activations
-are what autograd keeps of Hugging Face's layers and of ds_hybrid's experts. Symbols as in ``plan.model``; b bytes per
-value, N tokens and R rows that reach the rank's experts.
+Activations are what autograd keeps of Hugging Face's layers and of ds_hybrid's experts. Symbols as in ``plan.model``; b
+bytes per value, N tokens and R rows that reach the rank's experts.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import gcd
 
 from ds_hybrid.plan.candidate import LOSS_CHUNK, Candidate, Workload
 from ds_hybrid.plan.model import GroupedAttention, LatentAttention, ModelShape
 from ds_hybrid.plan.routing import RankDemand
+from ds_hybrid.plan.states import States, states
 
 _INDEX, _FLOAT = 8, 4
-MAX_BUCKET = 500_000_000
-"""DeepSpeed's default ``reduce_bucket_size``, in elements."""
-_EXPERT_GROUP, _ZERO3_GROUP = 178_956_971, 1_000_000_000
-"""Elements that a step updates at a time: of experts (``max_group_size`` of DeepSpeed's moe/utils.py), and with ZeRO 3
-(``sub_group_size``)."""
-
-
-@dataclass(frozen=True)
-class States:
-    """What outlives a forward and a backward, in bytes.
-
-    Attributes:
-        gradients: at the end of a backward.
-        reduction: what DeepSpeed needs beside them to add them up over the ranks.
-        step: what the optimizer's step needs beside its states: gradients in the weights' dtype, and of what is updated
-            at a time a float32 copy and the square root of the second moment.
-        has_buffers: gradients have their place from the start, as with ZeRO 3; else they come with the backward.
-    """
-
-    weights: float
-    gradients: float
-    optimizer: float
-    reduction: float
-    step: float
-    has_buffers: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,9 +37,10 @@ class Memory:
 
         While a backward goes on, gradients grow as activations shrink, so their sum is largest at one of its ends.
         """
-        at_loss = self.activations + self.logits + (self.states.gradients if self.states.has_buffers else 0.0)
+        fixed = self.states.weights + self.states.optimizer + self.states.buffers + self.buffers
+        at_loss = self.activations + self.logits
         at_end = max(self.states.gradients + self.states.reduction, self.states.step)
-        return self.states.weights + self.states.optimizer + self.buffers + max(at_loss, at_end)
+        return fixed + max(at_loss, at_end)
 
 
 def memory(model: ModelShape, work: Workload, candidate: Candidate, demand: RankDemand) -> Memory:
@@ -87,45 +61,6 @@ def memory(model: ModelShape, work: Workload, candidate: Candidate, demand: Rank
         logits=_logits(model, work, candidate),
         buffers=working + _gathered_layer(model, work, candidate),
     )
-
-
-def states(model: ModelShape, candidate: Candidate, *, value_bytes: int) -> States:
-    """Weights, gradients and optimizer states of a rank."""
-    dense = model.num_sharded_parameters / candidate.tp_size + model.num_whole_parameters
-    experts = model.num_expert_parameters / candidate.ep_size
-    whole, part = dense + experts, dense / candidate.dp_size + experts / candidate.edp_size
-    stage = candidate.zero_stage
-    owned = part if stage else whole
-    one_matrix = model.parameters_of_expert / 3 * model.num_experts / candidate.ep_size
-    group_of_experts = min(experts, max(_EXPERT_GROUP, one_matrix)) / candidate.edp_size
-    at_a_time = {0: whole, 3: min(part, _ZERO3_GROUP)}.get(stage, max(dense / candidate.dp_size, group_of_experts))
-    has_master = stage > 0 or value_bytes < _FLOAT
-    return States(
-        weights=value_bytes * (part if stage == 3 else whole),
-        gradients=value_bytes * {2: part + _straddling(model, candidate), 3: part}.get(stage, whole),
-        optimizer=(3 if has_master else 2) * _FLOAT * owned,
-        reduction=0.0 if stage == 0 else float(value_bytes * reduce_bucket_size(model, candidate)),
-        step=value_bytes * owned + (2 if has_master else 1) * _FLOAT * at_a_time,
-        has_buffers=stage == 3,
-    )
-
-
-def _straddling(model: ModelShape, candidate: Candidate) -> float:
-    """Elements: with ZeRO 2 a rank keeps the whole gradient of a parameter of which it owns a part.
-
-    AutoEP's parameters are stacks of a rank's experts, all of one size. What is dense is taken to straddle as the input
-    embedding does, its largest parameter.
-    """
-    dense = (candidate.dp_size - 1) / candidate.dp_size * model.vocab_size * model.hidden_size
-    copies, num_stacks = candidate.edp_size, 3 * model.num_moe_layers
-    stack = model.parameters_of_expert / 3 * model.num_experts / candidate.ep_size
-    return dense + (copies - gcd(copies, num_stacks)) / copies * stack
-
-
-def reduce_bucket_size(model: ModelShape, candidate: Candidate) -> int:
-    """Elements: DeepSpeed's default, or all gradients of the rank where they are fewer."""
-    dense = model.num_sharded_parameters // candidate.tp_size + model.num_whole_parameters
-    return min(MAX_BUCKET, dense + model.num_expert_parameters // candidate.ep_size)
 
 
 def saved_activations(model: ModelShape, work: Workload, candidate: Candidate, demand: RankDemand) -> float:
@@ -233,7 +168,4 @@ def _gathered_layer(model: ModelShape, work: Workload, candidate: Candidate) -> 
     dense += 3 * model.hidden_size * (model.shared_width or model.dense_width)
     experts = model.num_experts * model.parameters_of_expert / candidate.ep_size
     embedding = model.vocab_size * model.hidden_size
-    return (
-        3 * work.value_bytes * max(dense + experts, embedding)
-        + states(model, candidate, value_bytes=work.value_bytes).reduction
-    )
+    return 3 * work.value_bytes * max(dense + experts, embedding)

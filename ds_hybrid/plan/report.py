@@ -190,11 +190,19 @@ def _notes(request: Request, findings: Findings) -> Iterator[str]:
         if best is None:
             yield "No sizes can be run at all; the reasons are above."
         else:
+            states = best.states
+            parts = {
+                "weights": states.weights,
+                "optimizer": states.optimizer,
+                "gradients": states.gradients + states.buffers,
+                "activations": best.activations,
+                "logits": best.logits,
+                "buffers": best.buffers,
+            }
             yield (
                 f"Nothing fits. The least is {best.peak / _GB:.3g} GB of {request.machine.memory_bytes / _GB:.3g}: "
-                f"weights {best.states.weights / _GB:.3g}, optimizer {best.states.optimizer / _GB:.3g}, gradients "
-                f"{best.states.gradients / _GB:.3g}, activations {best.activations / _GB:.3g}, logits "
-                f"{best.logits / _GB:.3g}, buffers {best.buffers / _GB:.3g}. Take more ranks, or shorter sequences."
+                f"{', '.join(f'{name} {size / _GB:.3g}' for name, size in parts.items())}, not all at one "
+                "time. Take more ranks, or shorter sequences."
             )
     if any(needs(estimate.candidate) for estimate in (findings.fitting or findings.nearest)[:NUM_SHOWN]):
         yield SCRIPT_NOTE

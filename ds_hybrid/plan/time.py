@@ -18,9 +18,10 @@ from ds_hybrid.dispatch.predict import DemandTable, GroupSpeed, Way, messages, p
 from ds_hybrid.dispatch.traffic import WireShape
 from ds_hybrid.plan.candidate import Candidate, Workload
 from ds_hybrid.plan.machine import Machine
-from ds_hybrid.plan.memory import memory, states
+from ds_hybrid.plan.memory import memory
 from ds_hybrid.plan.model import LatentAttention, ModelShape
 from ds_hybrid.plan.routing import RankDemand
+from ds_hybrid.plan.states import states
 from ds_hybrid.topology.cluster import Cluster
 from ds_hybrid.topology.layout import Layout
 

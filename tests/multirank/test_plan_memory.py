@@ -13,9 +13,10 @@ import torch.distributed as dist
 import ds_hybrid
 from ds_hybrid.dispatch.modes import Mode
 from ds_hybrid.plan.candidate import AttentionKernel, Candidate, Workload
-from ds_hybrid.plan.memory import saved_activations, states
+from ds_hybrid.plan.memory import saved_activations
 from ds_hybrid.plan.model_file import model_from_config
 from ds_hybrid.plan.routing import RoutingLaw
+from ds_hybrid.plan.states import states
 from tests.multirank.models import CONFIGS
 from tests.multirank.training import ADAM
 from tests.ranks import RankPool

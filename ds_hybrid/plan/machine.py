@@ -5,6 +5,7 @@ A table of ds_configs/machines says it: one host with as many ranks as GPUs, and
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -116,8 +117,7 @@ class Machine:
 
 def _ranks_by_host(ranks: Sequence[int], cluster: Cluster) -> list[int]:
     """How many of ``ranks`` each host has, hosts with none left out."""
-    hosts = [cluster.host_of_rank[rank] for rank in ranks]
-    return [hosts.count(host) for host in sorted(set(hosts))]
+    return list(Counter(cluster.host_of_rank[rank] for rank in ranks).values())
 
 
 _Positive = Annotated[float, Strict(False), Field(gt=0)]

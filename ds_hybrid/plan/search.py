@@ -91,12 +91,14 @@ class Estimator:
         self.request = request
         # Bound methods in a cache live as long as this object.
         self.layout = cache(self._layout)
+        self._group = cache(self._widest_group)
+        self._demand = cache(request.law.demand)
         self._dispatch_of = cache(self._dispatch)
 
     def __call__(self, candidate: Candidate) -> Estimate:
         request = self.request
         layout = self.layout(candidate.tp_size, candidate.ep_size)
-        group = widest_group(layout, request.cluster)
+        group = self._group(candidate.tp_size, candidate.ep_size)
         demand, dispatched = self._dispatch_of(candidate.tp_size, candidate.ep_size, candidate.mode)
         time = step_time(
             request.model, request.work, candidate, demand, request.machine, request.cluster, layout, dispatched
@@ -119,12 +121,18 @@ class Estimator:
             self.request.cluster, world_size=world_size, tp_size=tp_size, ep_size=ep_size, expert_groups=groups
         )
 
+    def _widest_group(self, tp_size: int, ep_size: int) -> tuple[int, ...]:
+        """The expert-parallel group over the most hosts."""
+        host_of_rank = self.request.cluster.host_of_rank
+        groups = self.layout(tp_size, ep_size).ep_groups
+        return max(groups, key=lambda group: len({host_of_rank[rank] for rank in group}))
+
     def _dispatch(self, tp_size: int, ep_size: int, mode: Mode) -> tuple[RankDemand, DispatchCost]:
         request = self.request
-        group = widest_group(self.layout(tp_size, ep_size), request.cluster)
+        group = self._group(tp_size, ep_size)
         num_nodes = len(set(nodes_of(group, request.cluster)))
         # Shares of nodes only matter to the dispatcher that goes over them, which has equal ones.
-        demand = request.law.demand(ep_size, num_nodes if mode == "hierarchical" else 1)
+        demand = self._demand(ep_size, num_nodes if mode == "hierarchical" else 1)
         candidate = Candidate(request.cluster.num_ranks, tp_size, ep_size, 1, mode)
         cost = dispatch_cost(request.model, request.work, candidate, demand, request.machine, request.cluster, group)
         return demand, cost
@@ -175,11 +183,6 @@ def best_of_sizes(request: Request, tp_size: int, ep_size: int, mode: Mode) -> E
     ]
     fitting = [estimate for estimate in estimates if estimate.memory.peak <= request.machine.memory_bytes]
     return min(fitting, key=_rank, default=None) or min(estimates, key=lambda e: e.memory.peak, default=None)
-
-
-def widest_group(layout: Layout, cluster: Cluster) -> tuple[int, ...]:
-    """The expert-parallel group over the most hosts."""
-    return max(layout.ep_groups, key=lambda group: len({cluster.host_of_rank[rank] for rank in group}))
 
 
 def _is_better(estimate: Estimate, rival: Estimate) -> bool:

@@ -66,6 +66,7 @@ def table(rates: Mapping[str, float], *, num_ranks: int, dtype: str) -> dict[str
         "expert_efficiency": number(min(1.0, rates["expert_flops"] / rates["matmul_flops"]), f"{by}, grouped products"),
         "memory_efficiency": number(1.0, reached),
         "link_efficiency": number(1.0, reached),
+        "overlap": number(rates["overlap"], "assumption: none beside compute on the CPU, 0.8 of it on GPUs"),
         "usable_memory": number(0.9, "assumption: what the system leaves"),
     }
 

@@ -34,6 +34,7 @@ class Machine:
         matmul_flops: FLOP/s of one rank in plain matrix products, reached.
         expert_flops: FLOP/s of one rank in the experts' grouped products, reached.
         inside, across: links of one rank inside its host and out of it, reached; bytes of one direction.
+        overlap: the part of compute beside which collectives can run.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Machine:
     expert_flops: float
     inside: GroupSpeed
     across: GroupSpeed
+    overlap: float
 
     def cluster(self, num_ranks: int) -> Cluster:
         """As many hosts of this kind as hold ``num_ranks``; the last one may be part empty."""
@@ -133,6 +135,10 @@ class _Part(_Number):
     value: Annotated[float, Strict(False), Field(gt=0, le=1)]
 
 
+class _PartOrNone(_Number):
+    value: Annotated[float, Strict(False), Field(ge=0, le=1)]
+
+
 class MachineTable(BaseModel):
     """What a table of ds_configs/machines must say. Peaks are as sold; efficiencies say what of them is reached."""
 
@@ -150,6 +156,7 @@ class MachineTable(BaseModel):
     expert_efficiency: _Part
     memory_efficiency: _Part
     link_efficiency: _Part
+    overlap: _PartOrNone
     usable_memory: _Part
 
 
@@ -183,6 +190,7 @@ def read_machine(name: str) -> Machine:
         expert_flops=table.matmul_flops.value * table.expert_efficiency.value,
         inside=GroupSpeed(table.inside_latency_seconds.value, table.inside_bytes_per_second.value * reached),
         across=GroupSpeed(table.across_latency_seconds.value, table.across_bytes_per_second.value * reached),
+        overlap=table.overlap.value,
     )
 
 

@@ -120,7 +120,7 @@ def _head(request: Request) -> Iterator[str]:
     )
     yield (
         f"{request.cluster.num_ranks} ranks on {len(request.cluster.hosts)} hosts of {machine.name}, "
-        f"{machine.memory_bytes / _GB:.3g} GB usable on each rank"
+        f"{_gb(machine.memory_bytes)} GB usable on each rank"
     )
     yield (
         f"micro-batches of {work.micro_batch} x {work.seq_len} tokens, {work.attention} attention, routing "
@@ -140,7 +140,7 @@ def _table(request: Request, estimates: Sequence[Estimate]) -> Iterator[str]:
     for number, estimate in enumerate(estimates[:NUM_SHOWN], 1):
         candidate = estimate.candidate
         ratio = "-" if estimate.dispatch.ratio is None else f"{estimate.dispatch.ratio:.3f}"
-        peaks = f"{estimate.memory.peak / _GB:.3g} ({_eager_peak(request, estimate) / _GB:.3g})"
+        peaks = f"{_gb(estimate.memory.peak)} ({_gb(_eager_peak(request, estimate))})"
         load = f"{estimate.demand.load:.2f} ({estimate.demand.load_p99:.2f})"
         yield (
             f"{number:2d} {candidate.tp_size:2d} {candidate.ep_size:3d} {candidate.zero_stage:4d} "
@@ -163,7 +163,7 @@ def _article(request: Request, findings: Findings, comparison: Comparison) -> It
         estimate = comparison.estimate
         yield (
             f"Predicted with ZeRO {estimate.candidate.zero_stage}: {estimate.tokens_per_second:,.0f} tokens/s, "
-            f"{estimate.memory.peak / _GB:.3g} GB."
+            f"{_gb(estimate.memory.peak)} GB."
         )
     yield _difference(request, findings, comparison)
 
@@ -200,13 +200,19 @@ def _notes(request: Request, findings: Findings) -> Iterator[str]:
                 "buffers": best.buffers,
             }
             yield (
-                f"Nothing fits. The least is {best.peak / _GB:.3g} GB of {request.machine.memory_bytes / _GB:.3g}: "
-                f"{', '.join(f'{name} {size / _GB:.3g}' for name, size in parts.items())}, not all at one "
+                f"Nothing fits. The least is {_gb(best.peak)} GB of {_gb(request.machine.memory_bytes)}: "
+                f"{', '.join(f'{name} {_gb(size)}' for name, size in parts.items())}, not all at one "
                 "time. Take more ranks, or shorter sequences."
             )
     if any(needs(estimate.candidate) for estimate in (findings.fitting or findings.nearest)[:NUM_SHOWN]):
         yield SCRIPT_NOTE
     yield from NOTES
+
+
+def _gb(num_bytes: float) -> str:
+    """In GB, three digits or all before the point."""
+    size = num_bytes / _GB
+    return f"{size:,.0f}" if size >= 100 else f"{size:.3g}"
 
 
 def _eager_peak(request: Request, estimate: Estimate) -> float:

@@ -96,7 +96,7 @@ def step_time(
     reduction, gathers = _zero_seconds(model, work, candidate, machine, cluster, layout)
     hidden = 0.0
     if candidate.zero_stage == 3:
-        hidden = min(reduction + gathers, dense + experts + memory_bound)
+        hidden = min(reduction + gathers, machine.overlap * (dense + experts + memory_bound))
         hidden_gathers = min(gathers, hidden)
         gathers, reduction = gathers - hidden_gathers, reduction - (hidden - hidden_gathers)
     part = states(model, candidate, value_bytes=work.value_bytes).optimizer / (3 * _FLOAT)

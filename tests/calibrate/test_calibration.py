@@ -20,6 +20,7 @@ RATES = {
     "memory_bytes": 8e9,
     "bytes_per_second": 5e8,
     "latency_seconds": 3e-4,
+    "overlap": 0.0,
 }
 
 

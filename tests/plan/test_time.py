@@ -21,7 +21,7 @@ QWEN = read_model("qwen3_30b_a3b")
 A100 = read_machine("a100x8_ib200")
 WORK = Workload(4096)
 BASE = Candidate(16, 1, 8, 1, "two_stage")
-PLAIN = Machine("plain", 8, "HOST", 1e12, 1e12, 1e12, 1e12, GroupSpeed(0.0, 1e9), GroupSpeed(0.0, 1e8))
+PLAIN = Machine("plain", 8, "HOST", 1e12, 1e12, 1e12, 1e12, GroupSpeed(0.0, 1e9), GroupSpeed(0.0, 1e8), 1.0)
 
 
 def layer_cost(
@@ -134,6 +134,7 @@ def test_zero_3_hides_what_compute_covers() -> None:
     assert exposed.hidden == pytest.approx(0, abs=1e-9)
     assert hidden.reduction == hidden.gathers == pytest.approx(0, abs=1e-9)
     assert hidden.hidden == pytest.approx(exposed.reduction + exposed.gathers)
+    assert time_of(stage_3, replace(slow, overlap=0.0)).reduction == pytest.approx(exposed.reduction)
 
 
 def test_what_is_hidden_is_no_part_of_the_step() -> None:

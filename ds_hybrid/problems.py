@@ -80,11 +80,12 @@ def model_problems(model: type[BaseModel], data: Any, at: str = "") -> list[Prob
         details = error.errors(include_url=False, include_context=False)
     else:
         return []
+    details = [detail for detail in details if detail["type"] != "missing"]
+    if not details:  # the schema takes longer than the check
+        return []
     schema = model.model_json_schema()
     found: dict[str, Problem] = {}
     for detail in details:
-        if detail["type"] == "missing":
-            continue
         keys, node = _locate(schema, detail["loc"])
         unknown = [str(detail["loc"][-1])] if detail["type"] == "extra_forbidden" else []
         path = ".".join([*([at] if at else []), *keys, *unknown])

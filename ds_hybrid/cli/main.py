@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from ds_hybrid.cli import doctor, export, schema, simulate_rebalance, universal, validate
+from ds_hybrid.cli import calibrate, doctor, export, plan, schema, simulate_rebalance, universal, validate
 from ds_hybrid.errors import HybridError
 
 
@@ -17,6 +17,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     validate.add_command(commands)
     schema.add_command(commands)
     doctor.add_command(commands)
+    plan.add_command(commands)
+    calibrate.add_command(commands)
     simulate_rebalance.add_command(commands)
     universal.add_command(commands)
     export.add_command(commands)

@@ -19,7 +19,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"ds_hybrid {ds_hybrid.__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["validate", "schema", "doctor", "export", "simulate-rebalance", "universal"])
+@pytest.mark.parametrize(
+    "command", ["validate", "schema", "doctor", "export", "plan", "calibrate", "simulate-rebalance", "universal"]
+)
 def test_every_command_shows_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as leaving:
         main([command, "--help"])

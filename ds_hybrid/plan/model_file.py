@@ -1,0 +1,132 @@
+"""A model's shape from a table of ds_configs/models, or from the config.json of a Hugging Face model. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ds_hybrid.errors import ConfigError
+from ds_hybrid.plan.model import GroupedAttention, LatentAttention, ModelShape
+from ds_hybrid.plan.tables import read_table
+from ds_hybrid.problems import ABSENT, Problem, did_you_mean
+
+_LATENT = ("deepseek_v2", "deepseek_v3")
+MODEL_TYPES = ("mixtral", "qwen3_moe", *_LATENT)
+"""The architectures that the planner knows, by Hugging Face's names."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """Parameters as the model's makers give them, and where they do."""
+
+    total: float
+    active: float
+    source: str
+
+
+def read_model(name: str) -> ModelShape:
+    """The shape of a model: the name of a table, or the path of a config.json or of the folder that it is in.
+
+    Raises:
+        ConfigError: there is no such model, or one line for each key that is missing or wrong.
+    """
+    table, file = read_table("models", name)
+    config = table.get("config", table)
+    label = name if file != name and not Path(name).exists() else str(config.get("_name_or_path") or Path(name).stem)
+    return model_from_config(config, label=label, file=file)
+
+
+def read_published(name: str) -> Published | None:
+    """What the table ``name`` says of the model's parameters; None when nobody has published them."""
+    table, _ = read_table("models", name)
+    return Published(**table["published"]) if table.get("published") else None
+
+
+def model_from_config(config: Mapping[str, Any], *, label: str, file: str) -> ModelShape:
+    """The shape that a Hugging Face config describes; ``file`` is how messages call it. Errors as in ``read_model``."""
+    model_type = config.get("model_type", ABSENT)
+    if model_type not in MODEL_TYPES:
+        hint = did_you_mean(str(model_type), MODEL_TYPES)
+        rule = f"the planner knows {', '.join(MODEL_TYPES)}.{hint}"
+        raise ConfigError(Problem("model_type", rule, model_type).line(file))
+    keys = _Counts(config)
+    shape = _latent_model(keys, config, label) if model_type in _LATENT else _grouped_model(keys, config, label)
+    if keys.problems:
+        raise ConfigError(*(problem.line(file) for problem in keys.problems))
+    if shape.top_k > shape.num_experts:
+        rule = f"must be at most the number of experts, {shape.num_experts}."
+        raise ConfigError(Problem("num_experts_per_tok", rule, shape.top_k).line(file))
+    return shape
+
+
+class _Counts:
+    """Reads positive integers and gathers what is wrong with them, so that all problems come at once."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._config = config
+        self.problems: list[Problem] = []
+
+    def __call__(self, key: str) -> int:
+        value = self._config.get(key, ABSENT)
+        if type(value) is int and value >= 1:
+            return value
+        self.problems.append(Problem(key, "must be an integer >= 1.", value))
+        return 1
+
+
+def _grouped_model(keys: _Counts, config: Mapping[str, Any], label: str) -> ModelShape:
+    is_mixtral = config["model_type"] == "mixtral"
+    hidden_size, num_heads, num_layers = keys("hidden_size"), keys("num_attention_heads"), keys("num_hidden_layers")
+    dense_layers = set() if is_mixtral else set(config.get("mlp_only_layers") or [])
+    step = 1 if is_mixtral else config.get("decoder_sparse_step", 1)
+    dense_layers |= {layer for layer in range(num_layers) if (layer + 1) % step}
+    return ModelShape(
+        name=label,
+        model_type=config["model_type"],
+        vocab_size=keys("vocab_size"),
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_dense_layers=len(dense_layers),
+        attention=GroupedAttention(
+            num_heads,
+            keys("num_key_value_heads"),
+            config.get("head_dim") or hidden_size // num_heads,
+            has_head_norms=not is_mixtral,
+        ),
+        dense_width=keys("intermediate_size") if dense_layers else 0,
+        expert_width=keys("intermediate_size" if is_mixtral else "moe_intermediate_size"),
+        # Newer transformers write Qwen's number under Mixtral's name.
+        num_experts=keys("num_experts" if "num_experts" in config and not is_mixtral else "num_local_experts"),
+        top_k=keys("num_experts_per_tok"),
+        is_tied=bool(config.get("tie_word_embeddings", False)),
+        max_positions=config.get("max_position_embeddings"),
+    )
+
+
+def _latent_model(keys: _Counts, config: Mapping[str, Any], label: str) -> ModelShape:
+    num_dense = config.get("first_k_dense_replace", 0)
+    return ModelShape(
+        name=label,
+        model_type=config["model_type"],
+        vocab_size=keys("vocab_size"),
+        hidden_size=keys("hidden_size"),
+        num_layers=keys("num_hidden_layers"),
+        num_dense_layers=num_dense,
+        attention=LatentAttention(
+            num_heads=keys("num_attention_heads"),
+            q_rank=config.get("q_lora_rank"),
+            kv_rank=keys("kv_lora_rank"),
+            plain_dim=keys("qk_nope_head_dim"),
+            rotary_dim=keys("qk_rope_head_dim"),
+            value_dim=keys("v_head_dim"),
+        ),
+        dense_width=keys("intermediate_size") if num_dense else 0,
+        expert_width=keys("moe_intermediate_size"),
+        num_experts=keys("n_routed_experts"),
+        top_k=keys("num_experts_per_tok"),
+        shared_width=(config.get("n_shared_experts") or 0) * keys("moe_intermediate_size"),
+        is_tied=bool(config.get("tie_word_embeddings", False)),
+        max_positions=config.get("max_position_embeddings"),
+    )

@@ -1,0 +1,241 @@
+"""All ways to train a model on a cluster: those that can be run and fit, quickest first, and why others are not. Pure.
+
+Sequence parallelism is not among them, as ``ds_hybrid validate`` refuses ``attention.kv_gather``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from itertools import product
+
+from ds_hybrid.config import find_problems
+from ds_hybrid.dispatch.modes import ALL_MODES, Mode
+from ds_hybrid.plan.candidate import Candidate, Workload
+from ds_hybrid.plan.ds_config import to_ds_config
+from ds_hybrid.plan.machine import Machine
+from ds_hybrid.plan.memory import Memory, memory
+from ds_hybrid.plan.model import ModelShape
+from ds_hybrid.plan.routing import RankDemand, RoutingLaw
+from ds_hybrid.plan.time import DispatchCost, StepTime, dispatch_cost, nodes_of, step_time
+from ds_hybrid.topology.cluster import Cluster
+from ds_hybrid.topology.layout import Layout, consecutive_groups, plan_layout
+
+TOO_LARGE = "need more memory than a rank has"
+BEATEN = "are slower than the same sizes with another dispatcher, checkpoints or loss"
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What is to be trained, and on what.
+
+    Attributes:
+        zero_stages: those to look at.
+    """
+
+    model: ModelShape
+    work: Workload
+    machine: Machine
+    cluster: Cluster
+    law: RoutingLaw
+    zero_stages: tuple[int, ...] = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True, eq=False)
+class Estimate:
+    """What is predicted of a candidate.
+
+    Attributes:
+        tokens_per_second: of all ranks together.
+        num_hosts_of_group: the hosts that the widest expert-parallel group spans.
+    """
+
+    candidate: Candidate
+    memory: Memory
+    time: StepTime
+    dispatch: DispatchCost
+    demand: RankDemand
+    tokens_per_second: float
+    num_hosts_of_group: int
+
+    @property
+    def shares(self) -> list[tuple[str, float]]:
+        """The parts of the step's time, the largest first; each as a part of 1."""
+        parts = {name: seconds for name, seconds in asdict(self.time).items() if name != "hidden"}
+        return sorted(((name, part / self.time.total) for name, part in parts.items()), key=lambda part: -part[1])
+
+
+@dataclass(frozen=True, eq=False)
+class Findings:
+    """What a search found.
+
+    Attributes:
+        fitting: the best of each choice of sizes, most tokens per second first.
+        nearest: when nothing fits, the one of each choice of sizes that needs the least memory, least first.
+        dropped: reason -> how many combinations it drops.
+        num_combinations: of sizes, ZeRO stage, dispatcher, checkpoints and loss.
+    """
+
+    fitting: tuple[Estimate, ...]
+    nearest: tuple[Estimate, ...]
+    dropped: Mapping[str, int]
+    num_combinations: int
+
+
+class Estimator:
+    """Predicts candidates of one request. Groups, demand and dispatch are worked out once for all that share them."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        # Bound methods in a cache live as long as this object.
+        self.layout = cache(self._layout)
+        self._group = cache(self._widest_group)
+        self._demand = cache(request.law.demand)
+        self._dispatch_of = cache(self._dispatch)
+
+    def __call__(self, candidate: Candidate) -> Estimate:
+        request = self.request
+        layout = self.layout(candidate.tp_size, candidate.ep_size)
+        group = self._group(candidate.tp_size, candidate.ep_size)
+        demand, dispatched = self._dispatch_of(candidate.tp_size, candidate.ep_size, candidate.mode)
+        time = step_time(
+            request.model, request.work, candidate, demand, request.machine, request.cluster, layout, dispatched
+        )
+        return Estimate(
+            candidate=candidate,
+            memory=memory(request.model, request.work, candidate, demand),
+            time=time,
+            dispatch=dispatched,
+            demand=demand,
+            tokens_per_second=request.work.num_tokens * candidate.dp_size / time.total,
+            num_hosts_of_group=len(set(nodes_of(group, request.cluster))),
+        )
+
+    def _layout(self, tp_size: int, ep_size: int) -> Layout:
+        world_size = self.request.cluster.num_ranks
+        # Beside tensor parallelism DeepSpeed makes the groups, from consecutive ranks.
+        groups = consecutive_groups(world_size, ep_size) if tp_size > 1 else None
+        return plan_layout(
+            self.request.cluster, world_size=world_size, tp_size=tp_size, ep_size=ep_size, expert_groups=groups
+        )
+
+    def _widest_group(self, tp_size: int, ep_size: int) -> tuple[int, ...]:
+        """The expert-parallel group over the most hosts."""
+        host_of_rank = self.request.cluster.host_of_rank
+        groups = self.layout(tp_size, ep_size).ep_groups
+        return max(groups, key=lambda group: len({host_of_rank[rank] for rank in group}))
+
+    def _dispatch(self, tp_size: int, ep_size: int, mode: Mode) -> tuple[RankDemand, DispatchCost]:
+        request = self.request
+        group = self._group(tp_size, ep_size)
+        num_nodes = len(set(nodes_of(group, request.cluster)))
+        # Shares of nodes only matter to the dispatcher that goes over them, which has equal ones.
+        demand = self._demand(ep_size, num_nodes if mode == "hierarchical" else 1)
+        candidate = Candidate(request.cluster.num_ranks, tp_size, ep_size, 1, mode)
+        cost = dispatch_cost(request.model, request.work, candidate, demand, request.machine, request.cluster, group)
+        return demand, cost
+
+
+def search(request: Request) -> Findings:
+    """Try every combination. One that another of the same sizes beats is left out."""
+    estimator = Estimator(request)
+    refusal = _Refusal(estimator)
+    dropped = Counter[str]()
+    fitting: dict[str, Estimate] = {}
+    nearest: dict[str, Estimate] = {}
+    num_combinations = 0
+    for candidate in _combinations(request):
+        num_combinations += 1
+        reason = refusal(candidate)
+        if reason is not None:
+            dropped[reason] += 1
+            continue
+        estimate = estimator(candidate)
+        known = nearest.get(candidate.sizes)
+        if known is None or estimate.memory.peak < known.memory.peak:
+            nearest[candidate.sizes] = estimate
+        if estimate.memory.peak > request.machine.memory_bytes:
+            dropped[TOO_LARGE] += 1
+            continue
+        rival = fitting.get(candidate.sizes)
+        dropped[BEATEN] += rival is not None
+        if rival is None or _is_better(estimate, rival):
+            fitting[candidate.sizes] = estimate
+    return Findings(
+        fitting=tuple(sorted(fitting.values(), key=_rank)),
+        nearest=() if fitting else tuple(sorted(nearest.values(), key=lambda e: e.memory.peak)),
+        dropped={reason: count for reason, count in dropped.most_common() if count},
+        num_combinations=num_combinations,
+    )
+
+
+def best_of_sizes(request: Request, tp_size: int, ep_size: int, mode: Mode) -> Estimate | None:
+    """The quickest of given sizes and dispatcher that fits; if none does, the smallest; None where none can be run."""
+    estimator = Estimator(request)
+    refusal = _Refusal(estimator)
+    estimates = [
+        estimator(candidate)
+        for candidate in _combinations(request)
+        if (candidate.tp_size, candidate.ep_size, candidate.mode) == (tp_size, ep_size, mode)
+        and refusal(candidate) is None
+    ]
+    fitting = [estimate for estimate in estimates if estimate.memory.peak <= request.machine.memory_bytes]
+    return min(fitting, key=_rank, default=None) or min(estimates, key=lambda e: e.memory.peak, default=None)
+
+
+def _is_better(estimate: Estimate, rival: Estimate) -> bool:
+    return _rank(estimate) < _rank(rival)
+
+
+def _rank(estimate: Estimate) -> tuple[float, bool, bool, float]:
+    """A sort key: by speed to four digits; of equals the one that asks less of the training script comes first."""
+    candidate = estimate.candidate
+    speed = float(f"{estimate.tokens_per_second:.4g}")
+    return -speed, candidate.checkpoints, candidate.chunked_loss, estimate.memory.peak
+
+
+def _combinations(request: Request) -> Iterator[Candidate]:
+    world_size = request.cluster.num_ranks
+    sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
+    switches = (False, True)
+    for tp_size, ep_size, stage, mode, checkpoints, chunked in product(
+        sizes, sizes, request.zero_stages, ALL_MODES, switches, switches
+    ):
+        yield Candidate(world_size, tp_size, ep_size, stage, mode, checkpoints, chunked)
+
+
+class _Refusal:
+    """Why a candidate cannot be run at all, or None. Cheap rules first."""
+
+    def __init__(self, estimator: Estimator) -> None:
+        self._estimator = estimator
+        self._problem = cache(self._find_problem)
+
+    def __call__(self, candidate: Candidate) -> str | None:
+        model = self._estimator.request.model
+        if model.attention.num_heads % candidate.tp_size or model.attention.num_kv_heads % candidate.tp_size:
+            return f"have a TP size that does not divide {model.attention.num_kv_heads} key and value heads"
+        if model.num_experts % candidate.ep_size:
+            return f"have an EP size that does not divide {model.num_experts} experts"
+        return self._problem(candidate.tp_size, candidate.ep_size, candidate.zero_stage, candidate.mode)
+
+    def _find_problem(self, tp_size: int, ep_size: int, stage: int, mode: Mode) -> str | None:
+        request = self._estimator.request
+        candidate = Candidate(request.cluster.num_ranks, tp_size, ep_size, stage, mode)
+        document = to_ds_config(request.model, request.work, candidate)
+        problems = find_problems(
+            document, name="plan", world_size=candidate.world_size, num_experts=request.model.num_experts
+        )
+        if problems:
+            return f"are refused by ds_hybrid validate for {problems[0].partition(' ')[0]}"
+        if ep_size == 1 and mode != "allgather":
+            return "name a dispatcher where nothing is dispatched (EP 1)"
+        if mode == "hierarchical" and not self._has_two_hops(tp_size, ep_size):
+            return "name a dispatcher over hosts for groups that do not span several with equal shares"
+        return None
+
+    def _has_two_hops(self, tp_size: int, ep_size: int) -> bool:
+        hierarchies = self._estimator.layout(tp_size, ep_size).hierarchies
+        return all(hierarchy is not None and len(hierarchy.inside[0]) > 1 for hierarchy in hierarchies)

@@ -1,0 +1,248 @@
+"""Seconds of one step of a rank, and what leaves it: compute, and each collective on its link. Pure.
+
+One step is a forward and backward of one micro-batch and the optimizer's step. The rank with the busiest experts sets
+the pace of each layer. What hides: with ZeRO 3 DeepSpeed gathers and reduces beside compute; everything else waits,
+as ``overlap_comm`` is off by default below stage 3 and dispatch runs in one chunk. A message takes its latency and its
+bytes over the bandwidth (Hockney's model).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from ds_hybrid.dispatch.modes import Mode
+from ds_hybrid.dispatch.predict import DemandTable, GroupSpeed, Way, messages, predicted_seconds
+from ds_hybrid.dispatch.traffic import WireShape
+from ds_hybrid.plan.candidate import Candidate, Workload
+from ds_hybrid.plan.machine import Machine
+from ds_hybrid.plan.memory import memory
+from ds_hybrid.plan.model import LatentAttention, ModelShape
+from ds_hybrid.plan.routing import RankDemand
+from ds_hybrid.plan.states import states
+from ds_hybrid.topology.cluster import Cluster
+from ds_hybrid.topology.layout import Layout
+
+_FLOAT = 4
+_PASSES = 3
+"""How often a byte that autograd keeps crosses the memory bus: written, read by the next operation and in backward."""
+_OPTIMIZER_BYTES = 30
+"""Of an element: Adam reads master, gradient and moments and writes master and moments, in float32, and the weight."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step that one after the other make it up; ``hidden`` is what collectives take beside compute.
+
+    Attributes:
+        dense: matrix products and attention of all that is not a routed expert.
+        experts: those of the busiest rank's experts.
+        memory_bound: norms, activations and copies.
+        dispatch: tokens to experts and back.
+        tensor_parallel: reductions in sharded attention, and joining what ranks with the same tokens did apart.
+        reduction: gradients over the copies of weights.
+        gathers: weights over the ranks that share them.
+        optimizer: the step itself.
+        hidden: seconds of collectives that run beside compute. Not part of the sum.
+    """
+
+    dense: float
+    experts: float
+    memory_bound: float
+    dispatch: float
+    tensor_parallel: float
+    reduction: float
+    gathers: float
+    optimizer: float
+    hidden: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(seconds for name, seconds in asdict(self).items() if name != "hidden")
+
+
+@dataclass(frozen=True)
+class DispatchCost:
+    """One MoE layer, forward and backward: seconds, bytes that leave all ranks of a group, and those that have to."""
+
+    seconds: float
+    wire_bytes: float
+    lower_bound: float
+
+    @property
+    def ratio(self) -> float | None:
+        """Bytes over those that have to leave; None where none have to."""
+        return self.wire_bytes / self.lower_bound if self.lower_bound else None
+
+
+def step_time(
+    model: ModelShape,
+    work: Workload,
+    candidate: Candidate,
+    demand: RankDemand,
+    machine: Machine,
+    cluster: Cluster,
+    layout: Layout,
+    dispatched: DispatchCost,
+) -> StepTime:
+    """Of a candidate on a machine; ``dispatched`` is :func:`dispatch_cost` of one layer."""
+    dense = _dense_flops(model, work, candidate) / machine.matmul_flops
+    experts = _expert_flops(model, work, candidate, demand) / machine.expert_flops
+    kept = memory(model, work, _without_savings(candidate), demand).activations
+    again = 4 / 3 if candidate.checkpoints else 1.0
+    memory_bound = _PASSES * kept * again / machine.memory_bytes_per_second
+    reduction, gathers = _zero_seconds(model, work, candidate, machine, cluster, layout)
+    hidden = 0.0
+    if candidate.zero_stage == 3:
+        hidden = min(reduction + gathers, machine.overlap * (dense + experts + memory_bound))
+        hidden_gathers = min(gathers, hidden)
+        gathers, reduction = gathers - hidden_gathers, reduction - (hidden - hidden_gathers)
+    part = states(model, candidate, value_bytes=work.value_bytes).optimizer / (3 * _FLOAT)
+    # The forward of dispatch is half of it, and runs again where layers are computed again.
+    dispatch = model.num_moe_layers * dispatched.seconds * (1.5 if candidate.checkpoints else 1.0)
+    return StepTime(
+        dense=dense,
+        experts=experts,
+        memory_bound=memory_bound,
+        dispatch=dispatch,
+        tensor_parallel=_tensor_parallel_seconds(model, work, candidate, machine, cluster, layout),
+        reduction=reduction,
+        gathers=gathers,
+        optimizer=_OPTIMIZER_BYTES * part / machine.memory_bytes_per_second,
+        hidden=hidden,
+    )
+
+
+def dispatch_cost(
+    model: ModelShape,
+    work: Workload,
+    candidate: Candidate,
+    demand: RankDemand,
+    machine: Machine,
+    cluster: Cluster,
+    group: Sequence[int],
+) -> DispatchCost:
+    """Of one MoE layer in an expert-parallel group; seconds as ``ds_hybrid.dispatch.predict`` would tell them."""
+    num_ranks = candidate.ep_size
+    num_tokens = candidate.tokens_dispatched(work.num_tokens)
+    shape = WireShape(num_ranks, model.num_experts, model.top_k, model.hidden_size, work.value_bytes)
+    if num_ranks == 1:
+        return DispatchCost(0.0, 0.0, 0.0)
+    if candidate.mode == "replicated":
+        return _replicated_cost(shape, num_tokens, machine.ring(group, cluster))
+    node_of_rank = nodes_of(group, cluster)
+    to_each = np.full((num_ranks, 1), num_tokens)
+    rows = to_each * demand.rows
+    table = DemandTable(
+        pairs=to_each * demand.pairs,
+        rows=rows,
+        rows_to_node=to_each * demand.rows_to_node,
+        num_tokens=np.full(num_ranks, float(num_tokens)),
+    )
+    links = group_links(machine, cluster, group, candidate.mode)
+    seconds = predicted_seconds(candidate.mode, table, shape, links, node_of_rank=node_of_rank)
+    sent = sum(float(m.sent.sum()) for m in messages(candidate.mode, table, shape, node_of_rank=node_of_rank))
+    return DispatchCost(seconds, sent, 4 * shape.row_bytes * float(rows.sum() - np.trace(rows)))
+
+
+def group_links(machine: Machine, cluster: Cluster, group: Sequence[int], mode: Mode) -> Mapping[Way, GroupSpeed]:
+    """What the exchanges of a dispatcher reach in a group: all-gathers run in rings, the others directly."""
+    whole = machine.ring if mode == "allgather" else machine.all_to_all
+    return {"group": whole(group, cluster), "across": machine.across, "inside": machine.inside}
+
+
+def nodes_of(group: Sequence[int], cluster: Cluster) -> tuple[int, ...]:
+    """The node of each rank of a group, counted from 0."""
+    hosts = [cluster.host_of_rank[rank] for rank in group]
+    order = sorted(set(hosts))
+    return tuple(order.index(host) for host in hosts)
+
+
+def _replicated_cost(shape: WireShape, num_tokens: float, speed: GroupSpeed) -> DispatchCost:
+    """All-reduces: the output in forward; the gradients of tokens and of routing weights in backward."""
+    sizes = [num_tokens * shape.row_bytes] * 2 + [num_tokens * shape.riding_bytes]
+    seconds = sum(_all_reduce(size, shape.num_ranks, speed) for size in sizes)
+    sent = sum(sizes) * 2 * (shape.num_ranks - 1)
+    return DispatchCost(seconds, sent, 0.0)
+
+
+def _dense_flops(model: ModelShape, work: Workload, candidate: Candidate) -> float:
+    scores = model.score_flops(work.seq_len, causal=work.attention == "fused")
+    forward = model.whole_flops + (model.projection_flops + scores) / candidate.tp_size
+    head = 2.0 * model.vocab_size * model.hidden_size
+    again = (forward - head if candidate.checkpoints else 0.0) + (head if candidate.chunked_loss else 0.0)
+    return work.num_tokens * (3 * forward + again)
+
+
+def _expert_flops(model: ModelShape, work: Workload, candidate: Candidate, demand: RankDemand) -> float:
+    """Of the busiest rank. All tokens of an expert-parallel group are shared out over its ranks."""
+    num_tokens = work.num_tokens / candidate.tp_size
+    return num_tokens * demand.load * model.expert_flops * (4 if candidate.checkpoints else 3)
+
+
+def _without_savings(candidate: Candidate) -> Candidate:
+    return Candidate(candidate.world_size, candidate.tp_size, candidate.ep_size, 0, candidate.mode)
+
+
+def _tensor_parallel_seconds(
+    model: ModelShape, work: Workload, candidate: Candidate, machine: Machine, cluster: Cluster, layout: Layout
+) -> float:
+    """All-reduces after sharded attention and, backward, before it; shares of tokens that are joined again."""
+    size = candidate.tp_size
+    if size == 1:
+        return 0.0
+    speed = machine.ring(layout.tp_groups[0], cluster)
+    attention, b = model.attention, work.value_bytes
+    entering = model.hidden_size
+    if isinstance(attention, LatentAttention):
+        entering = (attention.q_rank or model.hidden_size) + attention.kv_rank
+    leave = _all_reduce(work.num_tokens * model.hidden_size * b, size, speed)
+    enter = _all_reduce(work.num_tokens * entering * b, size, speed)
+    attention_seconds = model.num_layers * (leave * (2 if candidate.checkpoints else 1) + enter)
+    if candidate.mode == "replicated" or candidate.ep_size == 1:
+        return attention_seconds
+    join = _gather(work.num_tokens * model.hidden_size * b, size, speed)
+    weights = _gather(work.num_tokens * model.top_k * _FLOAT, size, speed)
+    shares = model.num_moe_layers * (join * (3 if candidate.checkpoints else 2) + weights)
+    return attention_seconds + shares
+
+
+def _zero_seconds(
+    model: ModelShape, work: Workload, candidate: Candidate, machine: Machine, cluster: Cluster, layout: Layout
+) -> tuple[float, float]:
+    """Gradients added up, and weights gathered. Below stage 3 DeepSpeed adds up by all-reduce and gathers after a step.
+
+    Source: ``allreduce_and_scatter`` of DeepSpeed 0.19.8, the default way of its stages 1 and 2.
+    """
+    b, stage = work.value_bytes, candidate.zero_stage
+    dense = b * (model.num_sharded_parameters / candidate.tp_size + model.num_whole_parameters)
+    experts = b * model.num_expert_parameters / candidate.ep_size
+    reduction = gathers = 0.0
+    for num_bytes, size, group in (
+        (dense, candidate.dp_size, layout.dp_groups[0]),
+        (experts, candidate.edp_size, layout.edp_groups[0]),
+    ):
+        if size == 1:
+            continue
+        speed = machine.ring(group, cluster)
+        if stage == 3:
+            # Forward and backward each gather a layer; so does computing it again.
+            rounds = 3 if candidate.checkpoints else 2
+            latency = (model.num_layers - 1) * speed.latency
+            reduction += _gather(num_bytes, size, speed) + latency
+            gathers += rounds * (_gather(num_bytes, size, speed) + latency)
+        else:
+            reduction += _all_reduce(num_bytes, size, speed)
+            gathers += _gather(num_bytes, size, speed) if stage else 0.0
+    return reduction, gathers
+
+
+def _gather(num_bytes: float, num_ranks: int, speed: GroupSpeed) -> float:
+    """An all-gather to ``num_bytes`` on each rank, or a reduce-scatter from there."""
+    return speed.latency + num_bytes * (num_ranks - 1) / num_ranks / speed.bandwidth
+
+
+def _all_reduce(num_bytes: float, num_ranks: int, speed: GroupSpeed) -> float:
+    return 2 * _gather(num_bytes, num_ranks, speed)

@@ -1,0 +1,109 @@
+"""``ds_hybrid plan``: what it prints, what it writes, and how quickly."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ds_hybrid.cli.main import main
+
+EXAMPLE = ["plan", "--world-size", "16", "--seq-len", "32768", "--model", "qwen3_30b_a3b", "--cluster", "a100x8_ib200"]
+TINY = ["plan", "--world-size", "2", "--seq-len", "256", "--model", "tiny_qwen3_moe", "--cluster", "cpu2"]
+
+
+def test_the_ten_best_with_a_reason_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*EXAMPLE, "--rule", "article"]) == 0
+    out = capsys.readouterr().out
+    assert "30.5 B parameters, 3.35 B active" in out
+    assert "16 ranks on 2 hosts of a100x8_ib200" in out
+    assert [line.split()[0] for line in out.splitlines() if line[:2].strip().isdecimal() and line[2] == " "][-1] == "10"
+    assert out.count("EP groups") + out.count("every rank has all experts") == 10
+    assert "TP 16 (as printed it can only give 1 or 16)" in out
+    assert "plan B: TP 2, EP 8" in out
+    assert "Sequence parallelism is left out" in out
+
+
+def test_json_has_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*EXAMPLE, "--json", "--rule", "article", "--routing", "uniform", "--zero-stage", "3"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["inputs"]["seq_len"] == 32768
+    assert document["fits"] is True
+    assert document["article"]["plan"] == "B"
+    for plan in document["plans"]:
+        assert plan["zero_stage"] == 3
+        assert plan["memory_bytes"]["peak"] <= plan["memory_bytes"]["of"]
+        seconds = plan["step_seconds"]
+        parts = sum(value for name, value in seconds.items() if name not in ("total", "hidden"))
+        assert parts == pytest.approx(seconds["total"])
+        assert plan["load_max_over_mean"] == pytest.approx(1)
+
+
+def test_what_it_writes_is_what_validate_accepts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.json"
+    assert main([*EXAMPLE, "--write", str(file)]) == 0
+    assert main(["validate", str(file), "--world-size", "16", "--num-experts", "128"]) == 0
+    header = json.loads(file.read_text())["ds_hybrid"]["plan"]
+    assert header["inputs"]["cluster"] == "a100x8_ib200"
+    assert header["predicted"]["tokens_per_second"] > 0
+    assert capsys.readouterr().err == f"wrote {file}\n"
+
+
+def test_nothing_is_written_when_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.json"
+    command = ["plan", "--world-size", "8", "--seq-len", "4096", "--model", "deepseek_v3", "--cluster", "a100x8_ib200"]
+    assert main([*command, "--write", str(file)]) == 2
+    captured = capsys.readouterr()
+    assert "Nothing fits. The least is" in captured.out
+    assert captured.err == f"--write {file}: nothing fits, so there is nothing to write.\n"
+    assert not file.exists()
+
+
+def test_a_hostfile_gives_the_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("one slots=8\ntwo slots=8\n")
+    command = f"plan --hostfile {hosts} --seq-len 4096 --model qwen3_30b_a3b --cluster h200x8_ib400".split()
+    assert main(command) == 0
+    assert "16 ranks on 2 hosts" in capsys.readouterr().out
+    assert main([*command, "--world-size", "8"]) == 2
+    assert "has 16 slots. Leave it out." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--model", "qwen4"], "qwen4: neither a file nor one of the models"),
+        (["--cluster", "a100"], "a100: neither a file nor one of the machines"),
+        (["--seq-len", "5000"], "--seq-len 5000: tiny_qwen3_moe has max_position_embeddings 4096"),
+        (["--routing", "zipf"], '--routing "zipf": the exponent must be'),
+    ],
+)
+def test_wrong_arguments(change: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY, *change]) == 2
+    assert capsys.readouterr().err.startswith(message)
+
+
+def test_a_plan_takes_less_than_two_seconds_and_no_torch() -> None:
+    """CPU time of the whole command, the best of three; the limit is that of the task, doubled for slow machines."""
+    check = "import sys; from ds_hybrid.cli.main import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    seconds = []
+    for _ in range(3):
+        before = os.times()
+        subprocess.run([sys.executable, "-c", check, *EXAMPLE], check=True, capture_output=True, timeout=60)
+        after = os.times()
+        seconds.append(after.children_user + after.children_system - before.children_user - before.children_system)
+    assert min(seconds) < 4
+
+
+def test_help_imports_neither_torch_nor_deepspeed() -> None:
+    check = (
+        "import sys; from ds_hybrid.cli.main import main\n"
+        "try: main(['plan', '--help'])\n"
+        "except SystemExit: pass\n"
+        "assert not {'torch', 'deepspeed'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", check], check=True, capture_output=True, timeout=60)

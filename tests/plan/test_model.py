@@ -1,0 +1,135 @@
+"""Parameters by arithmetic against the published totals, and against models that transformers builds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ds_hybrid.errors import ConfigError
+from ds_hybrid.plan.model import GroupedAttention, LatentAttention, ModelShape
+from ds_hybrid.plan.model_file import model_from_config, read_model, read_published
+from ds_hybrid.plan.tables import read_table, table_names
+
+MODELS = table_names("models")
+
+
+def shape_of(**changes: object) -> ModelShape:
+    config = read_table("models", "tiny_qwen3_moe")[0]["config"] | changes
+    return model_from_config(config, label="tiny", file="config.json")
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if read_published(name)])
+def test_parameters_agree_with_the_published_ones(name: str) -> None:
+    published, shape = read_published(name), read_model(name)
+    assert published is not None
+    assert published.source
+    assert shape.num_parameters == pytest.approx(published.total, rel=0.005)
+    # DeepSeek leaves embeddings out of what it calls active, others leave nothing out; all round to two digits.
+    embedding = shape.vocab_size * shape.hidden_size
+    errors = [abs(shape.num_active_parameters - n * embedding - published.active) / published.active for n in range(3)]
+    assert min(errors) < 0.03
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_are_those_of_the_model_that_transformers_builds(name: str) -> None:
+    """Built without memory; every parameter is counted, the experts by their name."""
+    transformers = pytest.importorskip("transformers")
+    import torch
+
+    config = dict(read_table("models", name)[0]["config"])
+    # Every layer of a kind is alike: a few of them show all kinds, and build in a moment.
+    num_dense = config.get("first_k_dense_replace", 0)
+    config |= {"num_hidden_layers": 3, "first_k_dense_replace": min(num_dense, 1)}
+    shape = model_from_config(config, label=name, file=name)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
+    counts = {key: parameter.numel() for key, parameter in model.named_parameters()}
+    experts = sum(count for key, count in counts.items() if ".experts." in key)
+    assert experts == shape.num_expert_parameters
+    assert sum(counts.values()) == shape.num_parameters
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_config_that_transformers_has_saved_is_read(name: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    transformers.AutoConfig.for_model(**read_table("models", name)[0]["config"]).save_pretrained(tmp_path)
+    assert replace(read_model(str(tmp_path)), name=name) == read_model(name)
+
+
+def test_the_tables_name_their_sources() -> None:
+    for name in MODELS:
+        assert read_table("models", name)[0]["source"]
+
+
+def test_the_quickstarts_table_is_the_quickstarts_model() -> None:
+    models = pytest.importorskip("models")
+    config = models.tiny_qwen3_moe()
+    for key, value in read_table("models", "tiny_qwen3_moe")[0]["config"].items():
+        assert getattr(config, key) == value, key
+
+
+def test_flops_of_a_token_by_hand() -> None:
+    """A matrix of n elements takes 2 n; attention 2 S (d_qk + d_v) a head and layer, half of it when causal."""
+    shape = ModelShape(
+        name="by hand",
+        model_type="qwen3_moe",
+        vocab_size=10,
+        hidden_size=4,
+        num_layers=3,
+        num_dense_layers=1,
+        attention=GroupedAttention(num_heads=2, num_kv_heads=1, head_dim=2),
+        dense_width=5,
+        expert_width=3,
+        num_experts=6,
+        top_k=2,
+    )
+    assert shape.projection_flops == 2 * 3 * (4 * 4 + 2 * 4 * 2 + 4 * 4)
+    assert shape.whole_flops == 2 * (10 * 4 + 3 * 4 * 5 + 2 * 4 * 6)
+    assert shape.expert_flops == 2 * 2 * 2 * 3 * 4 * 3
+    assert shape.score_flops(7, causal=False) == 3 * 2 * 2 * 7 * (2 + 2)
+    assert shape.score_flops(7, causal=True) == 3 * 2 * 7 * (2 + 2)
+
+
+def test_active_parameters_leave_out_the_other_experts() -> None:
+    shape = shape_of()
+    assert shape.num_parameters - shape.num_active_parameters == 2 * (8 - 2) * 3 * 256 * 256
+
+
+def test_latent_attention_without_a_latent_query() -> None:
+    attention = LatentAttention(2, None, kv_rank=3, plain_dim=4, rotary_dim=1, value_dim=2)
+    assert attention.num_sharded(8) == 2 * (8 * 5 + 3 * (4 + 2) + 2 * 8)
+    assert attention.num_whole_matrices(8) == 8 * (3 + 1)
+
+
+def test_plain_layers_of_qwen_are_counted() -> None:
+    assert shape_of(num_hidden_layers=4, decoder_sparse_step=2, intermediate_size=512).num_dense_layers == 2
+    assert shape_of(mlp_only_layers=[0], intermediate_size=512).num_moe_layers == 1
+
+
+def test_all_problems_of_a_config_come_at_once() -> None:
+    with pytest.raises(ConfigError) as raised:
+        shape_of(hidden_size=0, moe_intermediate_size="8")
+    assert raised.value.problems == (
+        "hidden_size = 0 (config.json): must be an integer >= 1.",
+        'moe_intermediate_size = "8" (config.json): must be an integer >= 1.',
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "mixtrall"}, 'model_type = "mixtrall" (config.json): the planner knows mixtral, qwen3_moe'),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok = 9 (config.json): must be at most the number of experts, 8"),
+    ],
+)
+def test_wrong_configs(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        shape_of(**changes)
+    assert str(raised.value).startswith(message)
+
+
+def test_an_unknown_name_gets_the_nearest_one() -> None:
+    with pytest.raises(ConfigError, match=r"qwen3_30b: neither a file nor one of the models .* Did you mean"):
+        read_model("qwen3_30b")

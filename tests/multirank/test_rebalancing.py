@@ -181,7 +181,7 @@ def measured_costs() -> tuple[float, float, float]:
             expert_costs, "measure_link", lambda group: GroupSpeed(latency=0.0, bandwidth=1e6 * (1 + group.rank))
         )
         engine = make_engine(run, {"enabled": True})
-        losses_of(engine, run, 1)
+        losses_of(engine, run, 2)
         meter = engine._rebalancer._costs
         meter.measure(engine.optimizer)
         layer = next(iter(engine.moe_layers_by_name().values()))

@@ -227,6 +227,7 @@ def find_problems(
         *_replicated_problems(document),
         *_tensor_parallel_problems(document),
         *_rebalance_problems(document),
+        *_universal_problems(document),
     ]
     return [problem.line(name) for problem in problems]
 
@@ -323,6 +324,13 @@ def _rebalance_problems(document: Mapping[str, Any]) -> Iterator[Problem]:
     for path, value, works in _refused(document, NOT_WITH_REBALANCE):
         rule = f"experts cannot move with it. Set it to {listed(works)}, or ds_hybrid.rebalance.enabled to false."
         yield Problem(path, rule, value)
+
+
+def _universal_problems(document: Mapping[str, Any]) -> Iterator[Problem]:
+    path = "zero_optimization.round_robin_gradients"
+    if value_at(document, path) is True and value_at(document, "checkpoint.load_universal") is True:
+        rule = "DeepSpeed 0.19.8 loads universal checkpoints to wrong places with it. Set it to false for this run."
+        yield Problem(path, rule, True)
 
 
 def _limit_problems(document: Mapping[str, Any], already: set[str]) -> Iterator[Problem]:

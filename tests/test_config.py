@@ -337,6 +337,14 @@ def test_rebalancing_refuses_what_experts_cannot_take_along(zero_optimization: d
         assert find_problems(document, name="x.json") == expected
 
 
+def test_universal_checkpoints_are_not_loaded_in_turns() -> None:
+    document = {**GOOD, "checkpoint": {"load_universal": True}, "zero_optimization": {"round_robin_gradients": True}}
+    assert find_problems(document, name="x.json") == [
+        "zero_optimization.round_robin_gradients = true (x.json): DeepSpeed 0.19.8 loads universal checkpoints to "
+        "wrong places with it. Set it to false for this run."
+    ]
+
+
 def test_all_problems_of_a_file_come_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     document = {

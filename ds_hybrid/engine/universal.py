@@ -16,6 +16,7 @@ import shutil
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ from ds_hybrid.engine.checkpoint import (
     recorded_placements,
 )
 from ds_hybrid.engine.expert_names import ExpertLayer, expert_layer_of, logical_name, slot_name
+from ds_hybrid.engine.partitions import paddings_of_groups, runs_of_partition
 from ds_hybrid.engine.staging import name_latest, read_latest
 from ds_hybrid.errors import CheckpointError
 from ds_hybrid.placement import ExpertPlacement
@@ -158,11 +160,19 @@ class _Partitions:
     shards: Sequence[Mapping[str, Any]]
     layers: Mapping[str, ExpertLayer]
 
-    def assemble(self, name: str, shape: Sequence[int], ranks: Sequence[int]) -> dict[str, Any]:
-        """A parameter's master and optimizer states from the ranks that have a part of it each."""
+    @cached_property
+    def shapes(self) -> Sequence[Mapping[str, Sequence[int]]]:
+        """Of the parameters that are trained, by group and name, in the order of the files."""
+        shapes: Sequence[Mapping[str, Sequence[int]]] = read_model_states(self.source)[PARAM_SHAPES]
+        return shapes
+
+    def assemble(self, name: str, ranks: Sequence[int]) -> dict[str, Any]:
+        """A parameter's master and optimizer states from the ranks that have a part of it each, in their order."""
+        group = next(number for number, shapes in enumerate(self.shapes) if name in shapes)
+        shape = torch.Size(self.shapes[group][name])
         parts: dict[str, list[Any]] = {}
-        for rank in ranks:
-            for key, value in _fragments(self.shards[rank], name):
+        for part, rank in enumerate(ranks):
+            for key, value in self._fragments(name, group, part, rank, first_rank=ranks[0]):
                 parts.setdefault(key, []).append(value)
         whole: dict[str, Any] = {}
         for key, values in parts.items():
@@ -170,45 +180,46 @@ class _Partitions:
                 whole[key] = values[0]
                 continue
             flat = torch.cat(values)
-            if flat.numel() != torch.Size(shape).numel():
+            if flat.numel() != shape.numel():
                 raise CheckpointError(
                     f"{self.source}: the ranks {list(ranks)} have {flat.numel()} values of {name} {key}, must have "
-                    f"{torch.Size(shape).numel()}. The files are not of one checkpoint."
+                    f"{shape.numel()}. The files are not of one checkpoint."
                 )
-            whole[key] = flat.view(torch.Size(shape))
+            whole[key] = flat.view(shape)
         return whole
 
-
-def _fragments(shard: Mapping[str, Any], name: str) -> Iterator[tuple[str, Any]]:
-    """A rank's part of a parameter's master and states, and the numbers that it keeps once, such as "step"."""
-    for number, mapping in enumerate(shard[PARAM_SLICE_MAPPINGS]):
-        if name not in mapping:
-            continue
-        start, length = mapping[name].start, mapping[name].numel
-        master = shard[SINGLE_PARTITION_OF_FP32_GROUPS][number]
-        yield "fp32", master.narrow(0, start, length)
+    def _fragments(self, name: str, group: int, part: int, rank: int, *, first_rank: int) -> Iterator[tuple[str, Any]]:
+        """A rank's part of a parameter's master and states, and the numbers that it keeps once, such as "step"."""
+        shard = self.shards[rank]
+        master = shard[SINGLE_PARTITION_OF_FP32_GROUPS][group]
+        size = self.shards[first_rank][SINGLE_PARTITION_OF_FP32_GROUPS][group].numel()
+        paddings = paddings_of_groups(shard, self.shapes)[group]
+        runs = dict(runs_of_partition(self.shapes[group], paddings, size=size, part=part, length=master.numel()))
+        if name not in runs:
+            return
+        run = slice(*runs[name])
+        yield "fp32", master[run]
         base = shard[BASE_OPTIMIZER_STATE]
-        state = base["state"].get(base[PARAM_GROUPS][number]["params"][0], {})
+        state = base["state"].get(base[PARAM_GROUPS][group]["params"][0], {})
         for key, value in state.items():
-            yield key, value.narrow(0, start, length) if isinstance(value, Tensor) and value.ndim else value
+            yield key, value[run] if isinstance(value, Tensor) and value.ndim else value
 
 
 def _write_states(saved: _Partitions, target: Path) -> None:
     every_rank = range(len(saved.shards))
-    model = read_model_states(saved.source)
-    shapes = {name: shape for group in model[PARAM_SHAPES] for name, shape in group.items()}
-    for name, shape in shapes.items():
+    names = [name for shapes in saved.shapes for name in shapes]
+    for name in names:
         layer = expert_layer_of(name, saved.layers)
         if layer is None:
-            _save(target / name, saved.assemble(name, shape, every_rank), {CAT_DIM: 0})
+            _save(target / name, saved.assemble(name, every_rank), {CAT_DIM: 0})
             continue
-        of_place = [saved.assemble(name, shape, layer.ranks_at(place)) for place in range(layer.placement.num_ranks)]
+        of_place = [saved.assemble(name, layer.ranks_at(place)) for place in range(layer.placement.num_ranks)]
         if layer.stacked:
             _save(target / name, _join_experts(of_place, layer), _stacked_marks(layer))
             continue
         for place, states in enumerate(of_place):
             _save(target / logical_name(name, layer.placement.expert_of_slot[place]), states, {CAT_DIM: 0})
-    _write_untrained_experts(saved, set(shapes), target)
+    _write_untrained_experts(saved, set(names), target)
     first = saved.shards[0]
     parted = (BASE_OPTIMIZER_STATE, PARAM_SLICE_MAPPINGS, SINGLE_PARTITION_OF_FP32_GROUPS)
     # The names of experts' groups have the number of ranks in them: those of the run that loads must stay.

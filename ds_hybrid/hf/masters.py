@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_hybrid.engine.partitions import paddings_of_groups, runs_of_partition
 from ds_hybrid.errors import CheckpointError
 from ds_hybrid.hf.files import CheckpointFiles, load
 
@@ -87,13 +88,12 @@ def masters_of_stage_3(files: CheckpointFiles) -> Masters:
 
 
 def _fragments_of_stages_1_and_2(files: CheckpointFiles, groups_of: GroupsOf) -> Iterator[Fragment]:
-    # Not by the run's own param_slice_mappings: with round_robin_gradients, they tell places of another order.
     model_states = {tp: load(files.model_states[0, tp]) for tp in range(files.tp_size)}
     partition_sizes: dict[tuple[int, int, int], int] = {}
     for dp, tp in sorted(files.shards):
         state = load(files.shards[dp, tp])["optimizer_state_dict"]
         shapes_of_groups = model_states[tp]["param_shapes"]
-        paddings = state.get("param_alignment_paddings") or [[0] * len(shapes) for shapes in shapes_of_groups]
+        paddings = paddings_of_groups(state, shapes_of_groups)
         if not isinstance(state["base_optimizer_state"], dict):
             raise CheckpointError(
                 f"{files.shards[dp, tp]}: does not say which values are experts'. Save the run without "
@@ -106,13 +106,11 @@ def _fragments_of_stages_1_and_2(files: CheckpointFiles, groups_of: GroupsOf) ->
                 place, ep_size, part = _place(dp * files.tp_size + tp, options[group]["name"], groups_of)
             # Ranks come in order, so this is that of the first part, which is never cut short as the last one is.
             size = partition_sizes.setdefault((group, place, ep_size), flat.numel())
-            start = 0
-            for (name, shape), padding in zip(shapes_of_groups[group].items(), paddings[group], strict=True):
-                end = start + math.prod(shape)
-                first, last = max(start - part * size, 0), min(end - part * size, flat.numel())
-                if first < last:
-                    yield Fragment(name, place, ep_size, flat[first:last])
-                start = end + padding
+            runs = runs_of_partition(
+                shapes_of_groups[group], paddings[group], size=size, part=part, length=flat.numel()
+            )
+            for name, run in runs:
+                yield Fragment(name, place, ep_size, flat[slice(*run)])
 
 
 def _place(rank: int, name: str, groups_of: GroupsOf) -> tuple[int, int, int]:

@@ -55,6 +55,7 @@ class StateFinder:
         self._wrapper = optimizer
         self._inner = getattr(optimizer, "optimizer", optimizer)
         self._masters = dict(_masters_of_unpartitioned(optimizer))
+        self._places = dict(_places_in_flat_groups(optimizer))
 
     def fragments(self, parameter: Tensor) -> dict[str, Fragment]:
         """By name: "weights", "gathered" (ZeRO-3, while whole on every rank), "master", and the optimizer's own keys.
@@ -97,6 +98,8 @@ class StateFinder:
             group, offset, _ = self._wrapper.grad_position[parameter.ds_id]
             start, length = _shard(parameter)
             return _Stepped(self._wrapper.fp32_partitioned_groups_flat[group], offset, start, length)
+        if parameter in self._places:
+            return self._part_of_flat_group(parameter, *self._places[parameter])
         if hasattr(parameter, "_hp_mapping"):
             mapping: Any = parameter._hp_mapping
             if mapping is None:
@@ -106,6 +109,15 @@ class StateFinder:
             return _Stepped(flat, in_flat.start, in_parameter.start, in_parameter.numel)
         tensor, offset = self._masters.get(parameter, (parameter, 0))
         return _Stepped(tensor, offset, 0, parameter.numel())
+
+    def _part_of_flat_group(self, parameter: Tensor, group: int, offset: int) -> _Stepped | None:
+        size = self._wrapper.partition_size[group]
+        begin = size * dist.get_rank(group=self._wrapper.real_dp_process_group[group])
+        first, last = max(offset, begin), min(offset + parameter.numel(), begin + size)
+        if first >= last:
+            return None
+        flat = self._wrapper.single_partition_of_fp32_groups[group]
+        return _Stepped(flat, first - begin, first - offset, last - first)
 
     def _partition_with(self, fragment: Tensor) -> Tensor:
         where = fragment.untyped_storage().data_ptr()
@@ -126,6 +138,17 @@ def _masters_of_unpartitioned(optimizer: Any) -> Iterator[tuple[Tensor, tuple[Te
             for parameter in parameters:
                 yield parameter, (flat, offset)
                 offset += parameter.numel()
+
+
+def _places_in_flat_groups(optimizer: Any) -> Iterator[tuple[Tensor, tuple[int, int]]]:
+    """The group of each parameter and its first element there, under ZeRO 1 and 2.
+
+    Not from ``_hp_mapping``: with round_robin_gradients, DeepSpeed 0.19.8 fills that in another order than it stores.
+    """
+    groups = getattr(optimizer, "round_robin_bit16_groups", [])
+    for number, parameters in enumerate(groups):
+        offsets = optimizer.round_robin_bit16_offsets[number]
+        yield from ((p, (number, offset)) for p, offset in zip(parameters, offsets, strict=True))
 
 
 def _weights(parameter: Any) -> Iterator[tuple[str, Fragment]]:

@@ -18,6 +18,7 @@ SHIPPED = [
     "alltoall_zero2_bf16",
     "plan_a_zero1_bf16",
     "plan_b_zero1_bf16",
+    "rebalance_zero1_bf16",
     "two_stage_zero1",
     "two_stage_zero1_bf16",
     "two_stage_zero3_bf16",
@@ -60,6 +61,7 @@ def test_shipped_file_matches_and_writes_out_the_whole_section(name: str) -> Non
     assert document["$schema"] == "./ds_hybrid.schema.json"
     defaults = HybridConfig().model_dump(exclude={"plan"})
     defaults["dispatch"]["mode"] = document["ds_hybrid"]["dispatch"]["mode"]
+    defaults["rebalance"]["enabled"] = name.startswith("rebalance")
     assert document["ds_hybrid"] == defaults
 
 

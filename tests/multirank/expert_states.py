@@ -30,7 +30,7 @@ def expert_states(engine: Any) -> States:
 
 
 def _local_states(engine: Any) -> States:
-    _link_all_states(engine.optimizer)
+    link_all_states(engine.optimizer)
     states: States = {}
     for name, layer in engine.moe_layers_by_name().items():
         ids = layer.placement.expert_of_slot[dist.get_rank(_expert_group(layer))].tolist()
@@ -70,7 +70,7 @@ def _full_states(engine: Any, parameter: Any) -> dict[str, Tensor]:
     return {state: value.view(weights.shape) for state, value in full.items()}
 
 
-def _link_all_states(optimizer: Any) -> None:
+def link_all_states(optimizer: Any) -> None:
     """DeepSpeed 0.19.8 links the optimizer's state after the first group's step, and then to that group alone."""
     if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
         optimizer._hp_optimizer_states_linked = False

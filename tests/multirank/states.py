@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import ds_hybrid
 from ds_hybrid.moe.autoep import HybridAutoEPLayer
 from ds_hybrid.placement import ExpertPlacement
+from tests.multirank.expert_states import link_all_states
 
 States = dict[str, dict[str, Tensor]]
 
@@ -32,7 +33,7 @@ def logical_states(engine: Any) -> States:
 
     Experts of converted layers are [E, ...] in logical order, those of explicit ones have logical numbers. Collective.
     """
-    _link_optimizer_states(engine.optimizer)
+    link_all_states(engine.optimizer)
     trained = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
     local = {name: _states_of(engine, parameter) for name, parameter in trained.items()}
     local |= {
@@ -90,10 +91,3 @@ def _states_of(engine: Any, parameter: nn.Parameter) -> dict[str, Tensor]:
         if any("exp_avg" in state for state in engine.optimizer.optimizer.state.values()):
             found |= {key: safe_get_full_optimizer_state(parameter, key) for key in ("exp_avg", "exp_avg_sq")}
     return {key: value.detach().clone().float() for key, value in found.items()}
-
-
-def _link_optimizer_states(optimizer: Any) -> None:
-    """DeepSpeed's ZeRO 1 and 2 do so when the first group of parameters has stepped, and the others have none yet."""
-    if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
-        optimizer._hp_optimizer_states_linked = False
-        optimizer._lazy_init_hp_params_optimizer_state()

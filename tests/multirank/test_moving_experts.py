@@ -97,6 +97,15 @@ def test_other_sizes_and_options(
         check(outcome, bf16=bf16)
 
 
+@pytest.mark.parametrize("zero_stage", [1, 2])
+def test_round_robin_partitions(four_ranks: RankPool, zero_stage: int) -> None:
+    """By the losses: DeepSpeed's own view of its states is wrong here."""
+    run = replace(CONVERTED, zero_stage=zero_stage, zero_options={"round_robin_gradients": True}, num_steps=6)
+    for outcome in four_ranks.run(compare, run):
+        assert outcome.loss_error <= 1e-6
+        assert outcome.num_moved > 0
+
+
 FROZEN = ("self_attn", "gate.weight")
 """What trains where experts do not."""
 
@@ -174,7 +183,7 @@ def forgotten(lost: str) -> Iterator[None]:
 
 def compare(run: Run | explicit.Setup) -> Outcome:
     num_steps = NUM_STEPS if run.num_steps in (Run.num_steps, explicit.Setup.num_steps) else run.num_steps
-    straight, _ = train(run, num_steps, lambda engine, step: None)
+    straight = train(run, num_steps, lambda engine, step: None)
     moves: list[tuple[int, Any]] = []
     sizes: list[int] = []
 
@@ -187,7 +196,7 @@ def compare(run: Run | explicit.Setup) -> Outcome:
         sizes.append(largest_expert(before))
         moves.append((wrong, report))
 
-    moved, _ = train(run, num_steps, move)
+    moved = train(run, num_steps, move)
     reports = [report for _, report in moves]
     return Outcome(
         wrong=sum(wrong for wrong, _ in moves),
@@ -201,9 +210,20 @@ def compare(run: Run | explicit.Setup) -> Outcome:
     )
 
 
-def train(run: Run | explicit.Setup, num_steps: int, between: Callable[[Any, int], None]) -> tuple[list[float], States]:
-    """The mean loss of all ranks at every step, and the experts' states at the end."""
+def train(run: Run | explicit.Setup, num_steps: int, between: Callable[[Any, int], None]) -> list[float]:
     engine = make_engine(run) if isinstance(run, Run) else explicit.make_engine(run, explicit.Toy(run))
+    losses = losses_of(engine, run, num_steps, between)
+    engine.destroy()
+    return losses
+
+
+def losses_of(
+    engine: Any,
+    run: Run | explicit.Setup,
+    num_steps: int,
+    between: Callable[[Any, int], None] = lambda engine, step: None,
+) -> list[float]:
+    """The mean loss of all ranks at every step; ``between`` gets the engine and how many steps it has done."""
     losses = []
     for step in range(num_steps):
         total = torch.zeros(())
@@ -215,9 +235,7 @@ def train(run: Run | explicit.Setup, num_steps: int, between: Callable[[Any, int
         dist.all_reduce(total)
         losses.append(float(total) / dist.get_world_size())
         between(engine, step + 1)
-    states = expert_states(engine)
-    engine.destroy()
-    return losses, states
+    return losses
 
 
 def loss_of(engine: Any, run: Run | explicit.Setup, step: int, micro: int) -> Tensor:

@@ -17,8 +17,8 @@ from ds_hybrid.engine import expert_costs, rebalancer
 from ds_hybrid.engine.step_loads import StepLoads
 from ds_hybrid.errors import PlacementError
 from tests.multirank import explicit
-from tests.multirank.test_moving_experts import CONVERTED, EXPLICIT, loss_of
-from tests.multirank.training import Run
+from tests.multirank.test_moving_experts import CONVERTED, EXPLICIT, loss_of, losses_of
+from tests.multirank.training import Run, make_prepared
 from tests.ranks import RankPool
 
 EAGER = {"enabled": True, "interval": 3, "load_half_life": 3, "horizon": 10**6, "min_gain": 0.0}
@@ -48,7 +48,7 @@ def run_with(run: Run | explicit.Setup, rebalance: dict[str, Any], *, num_steps:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rebalancer, "_log", lines.append)
         engine = make_engine(run, rebalance)
-        losses = train(engine, run, num_steps)
+        losses = losses_of(engine, run, num_steps)
     placements = {name: layer.placement for name, layer in engine.moe_layers_by_name().items()}
     imbalance = {}
     for layer in engine.moe_stats().layers:
@@ -61,28 +61,12 @@ def run_with(run: Run | explicit.Setup, rebalance: dict[str, Any], *, num_steps:
 
 def make_engine(run: Run | explicit.Setup, rebalance: dict[str, Any]) -> Any:
     if isinstance(run, Run):
-        from tests.multirank.training import _prepared
-
-        model: Any = _prepared(run)
+        model: Any = make_prepared(run)
     else:
         model = explicit.Toy(run)
     config = run.ds_config()
     config["ds_hybrid"]["rebalance"] = rebalance
     return ds_hybrid.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
-
-
-def train(engine: Any, run: Run | explicit.Setup, num_steps: int) -> list[float]:
-    losses = []
-    for step in range(num_steps):
-        total = torch.zeros(())
-        for micro in range(run.accumulation):
-            loss = loss_of(engine, run, step, micro)
-            engine.backward(loss)
-            engine.step()
-            total += loss.detach().float() / run.accumulation
-        dist.all_reduce(total)
-        losses.append(float(total) / dist.get_world_size())
-    return losses
 
 
 @pytest.mark.parametrize("run", [CONVERTED, replace(CONVERTED, ep_size=4, zero_stage=3), EXPLICIT])
@@ -165,7 +149,7 @@ def counted_and_routed(run: Run) -> tuple[list[list[list[int]]], list[list[list[
     given = []
     for step in range(3):
         seen.append([torch.zeros(layer.num_experts, dtype=torch.int64) for layer in layers])
-        train(engine, replace(run, num_steps=1), 1)
+        losses_of(engine, run, 1)
         engine.eval()
         with torch.no_grad():
             loss_of(engine, run, step, 0)
@@ -197,7 +181,7 @@ def measured_costs() -> tuple[float, float, float]:
             expert_costs, "measure_link", lambda group: GroupSpeed(latency=0.0, bandwidth=1e6 * (1 + group.rank))
         )
         engine = make_engine(run, {"enabled": True})
-        train(engine, run, 1)
+        losses_of(engine, run, 1)
         meter = engine._rebalancer._costs
         meter.measure(engine.optimizer)
         layer = next(iter(engine.moe_layers_by_name().values()))

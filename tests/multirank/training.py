@@ -122,7 +122,7 @@ def batch(step: int, rank: int, micro: int = 0, *, length: int = _LENGTH) -> Ten
 
 def train_plain(run: Run, num_ranks: int) -> Outcome:
     """The reference: one process, the mean loss of all data-parallel ranks' batches, the same optimizer."""
-    model = _prepared(run)
+    model = make_prepared(run)
     optimizer = torch.optim.SGD(model.parameters(), lr=run.learning_rate)
     losses, norms = [], []
     for step in range(run.num_steps):
@@ -141,7 +141,7 @@ def train_plain(run: Run, num_ranks: int) -> Outcome:
 
 def make_engine(run: Run) -> Any:
     """An engine of ``ds_hybrid.initialize`` over the run's model."""
-    model = _prepared(run)
+    model = make_prepared(run)
     parameters = [p for p in model.parameters() if p.requires_grad or run.hand_over == "all"]
     return ds_hybrid.initialize(model=model, model_parameters=parameters, config=run.ds_config())[0]
 
@@ -156,12 +156,12 @@ def train_hybrid(run: Run, change: Callable[[Any], None] | None = None) -> Outco
 
 def train_stock(run: Run) -> Outcome:
     """Through ``deepspeed.initialize`` and its own AutoEP."""
-    model = _prepared(run)
+    model = make_prepared(run)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=run.ds_config())
     return _train(engine, run)
 
 
-def _prepared(run: Run) -> nn.Module:
+def make_prepared(run: Run) -> nn.Module:
     model = make_model(run.model_type, **run.model_changes)
     if run.checkpointing is not None:
         model.gradient_checkpointing_enable({"use_reentrant": run.checkpointing})  # type: ignore[operator]
@@ -240,4 +240,4 @@ def worst_parameter(trained: Outcome, reference: Outcome, initial: dict[str, Ten
 
 
 def initial_parameters(run: Run) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in _prepared(run).named_parameters()}
+    return {name: p.detach().clone() for name, p in make_prepared(run).named_parameters()}

@@ -71,6 +71,7 @@ _TECHNIQUES: tuple[tuple[str, Mapping[str, object], bool], ...] = (
     ("2a. two_stage dispatch", {"mode": "two_stage"}, True),
     ("2b. fp8 on the wire", {"wire_dtype": "fp8_e4m3"}, True),
     ("3. plan B: EP 8", {"ep_size": 8}, True),
+    ("3. plan A: EP on the TP groups", {"mode": "replicated"}, False),
     ("4. article_round_robin", {"algorithm": "article_round_robin"}, False),
     ("4. swap", {"algorithm": "swap"}, True),
     ("5a. sequence sharded, K/V waited for", {"attention": "gathers"}, True),

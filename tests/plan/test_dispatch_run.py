@@ -24,8 +24,8 @@ def test_an_exchange_costs_what_following_each_message_gives(mode: Mode, wire_dt
     nodes = (0,) * 4 + (1,) * 4
     run = dispatch_run(mode, Demands(pairs, rows, to_node), 100.0, shape, links)
     for step in range(5):
-        each = (100.0 * np.tile(chances[step], (8, 1)) for chances in (pairs, rows, to_node))
-        table = DemandTable(*each, np.full(8, 100.0))
+        to_each, to_ranks, to_nodes = (100.0 * np.tile(each[step], (8, 1)) for each in (pairs, rows, to_node))
+        table = DemandTable(to_each, to_ranks, to_nodes, np.full(8, 100.0))
         seconds = predicted_seconds(mode, table, shape, links, node_of_rank=nodes)
         sent = sum(float(one.sent.sum()) for one in messages(mode, table, shape, node_of_rank=nodes))
         assert run.seconds[step] == pytest.approx(seconds, rel=1e-12)

@@ -20,7 +20,11 @@ def test_an_exchange_costs_what_following_each_message_gives(mode: Mode, wire_dt
     rng = np.random.default_rng(0)
     pairs, rows, to_node = 2 * rng.dirichlet(np.ones(8), 5), rng.random((5, 8)), rng.random((5, 2))
     shape = WireShape(8, 64, 2, 512, 2, wire_dtype=wire_dtype)
-    links: dict[Way, GroupSpeed] = {"group": GroupSpeed(1e-5, 3e9), "across": GroupSpeed(3e-5, 1e9), "inside": GroupSpeed(1e-6, 2e10)}
+    links: dict[Way, GroupSpeed] = {
+        "group": GroupSpeed(1e-5, 3e9),
+        "across": GroupSpeed(3e-5, 1e9),
+        "inside": GroupSpeed(1e-6, 2e10),
+    }
     nodes = (0,) * 4 + (1,) * 4
     run = dispatch_run(mode, Demands(pairs, rows, to_node), 100.0, shape, links)
     for step in range(5):

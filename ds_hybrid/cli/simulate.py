@@ -19,8 +19,9 @@ from ds_hybrid.plan.candidate import Workload
 from ds_hybrid.plan.machine import read_machine
 from ds_hybrid.plan.model_file import read_model
 from ds_hybrid.plan.popularity import Popularity, read_popularity
-from ds_hybrid.plan.simulate import Outcome, RebalancePolicy, Setting, simulate
+from ds_hybrid.plan.simulate import Outcome, Setting, simulate
 from ds_hybrid.plan.techniques import Row, techniques
+from ds_hybrid.plan.windows import RebalancePolicy
 from ds_hybrid.problems import did_you_mean
 from ds_hybrid.rebalance.algorithms import Algorithm
 

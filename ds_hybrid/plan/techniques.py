@@ -16,7 +16,8 @@ from ds_hybrid.dispatch.modes import Mode, WireDtype
 from ds_hybrid.errors import ConfigError
 from ds_hybrid.plan.model import GroupedAttention
 from ds_hybrid.plan.popularity import Popularity
-from ds_hybrid.plan.simulate import Outcome, RebalancePolicy, Setting, simulate
+from ds_hybrid.plan.simulate import Outcome, Setting, simulate
+from ds_hybrid.plan.windows import RebalancePolicy
 from ds_hybrid.rebalance.algorithms import Algorithm
 
 

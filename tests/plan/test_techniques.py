@@ -11,8 +11,9 @@ from ds_hybrid.plan.candidate import Workload
 from ds_hybrid.plan.machine import read_machine
 from ds_hybrid.plan.model_file import read_model
 from ds_hybrid.plan.popularity import read_popularity
-from ds_hybrid.plan.simulate import RebalancePolicy, Setting, simulate
+from ds_hybrid.plan.simulate import Setting, simulate
 from ds_hybrid.plan.techniques import techniques
+from ds_hybrid.plan.windows import RebalancePolicy
 
 MACHINE = read_machine("a100x8_ib200")
 QWEN = read_model("qwen3_30b_a3b")

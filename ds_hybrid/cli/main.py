@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from ds_hybrid.cli import calibrate, doctor, export, plan, schema, simulate_rebalance, universal, validate
+from ds_hybrid.cli import calibrate, doctor, export, plan, schema, simulate, simulate_rebalance, universal, validate
 from ds_hybrid.errors import HybridError
 
 
@@ -19,6 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     doctor.add_command(commands)
     plan.add_command(commands)
     calibrate.add_command(commands)
+    simulate.add_command(commands)
     simulate_rebalance.add_command(commands)
     universal.add_command(commands)
     export.add_command(commands)

@@ -1,0 +1,289 @@
+"""``ds_hybrid simulate``: a run on machines that are not rented yet, step by step, from its routing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+
+from ds_hybrid.cli.arguments import count
+from ds_hybrid.config import RebalanceConfig
+from ds_hybrid.dispatch.modes import ALL_MODES, WireDtype
+from ds_hybrid.errors import HybridError
+from ds_hybrid.plan.candidate import Workload
+from ds_hybrid.plan.machine import read_machine
+from ds_hybrid.plan.model_file import read_model
+from ds_hybrid.plan.popularity import Popularity, read_popularity
+from ds_hybrid.plan.simulate import Outcome, Setting, simulate
+from ds_hybrid.plan.techniques import Row, techniques
+from ds_hybrid.plan.windows import RebalancePolicy
+from ds_hybrid.problems import did_you_mean
+from ds_hybrid.rebalance.algorithms import Algorithm
+
+_EXAMPLES = """examples:
+  ds_hybrid simulate run.npz --cluster a100x8_ib200 --ranks 16 --ep 8 --dispatch two_stage,alltoall
+  ds_hybrid simulate zipf:1.0,drift=0.01 --cluster h100x8_ib400 --ranks 1024 --ep 8,16 --rebalance static,swap
+  ds_hybrid simulate zipf:1.0,drift=0.01 --cluster a100x8_ib200 --ranks 16 --seq-len 32768 --article
+
+A trace is a .npz file with an array counts [steps, layers, experts] of integers: (token, choice) pairs by expert. The
+model is taken with as many experts as the trace has and, by --top-k, as many choices.
+"""
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the sub-command."""
+    defaults = RebalanceConfig()
+    parser = commands.add_parser(
+        "simulate",
+        help="play a routing trace, or drifting routing, on a cluster of any size",
+        description="Predict every step of a run from its routing: for each dispatcher, expert-parallel size and "
+        "rebalancing the time of the slowest rank, bytes and moves.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("routing", metavar="TRACE.npz|zipf:S[,drift=D]", help="recorded routing, or drawn")
+    parser.add_argument(
+        "--cluster", required=True, metavar="NAME", help="a table of ds_configs/machines, or a file of that form"
+    )
+    parser.add_argument("--ranks", required=True, type=count, metavar="N", help="GPUs, from 4 on")
+    parser.add_argument("--ep", type=_counts, default=[8], metavar="N[,N]", help="expert-parallel sizes (8)")
+    parser.add_argument("--tp", type=count, default=1, metavar="N", help="tensor-parallel size (%(default)s)")
+    parser.add_argument(
+        "--dispatch",
+        type=lambda text: _words(text, ALL_MODES),
+        default=["two_stage"],
+        metavar="MODE[,MODE]",
+        help=f"of {', '.join(ALL_MODES)} (two_stage)",
+    )
+    parser.add_argument(
+        "--rebalance",
+        type=lambda text: _words(text, get_args(Algorithm)),
+        default=["static"],
+        metavar="NAME[,NAME]",
+        help=f"of {', '.join(get_args(Algorithm))} (static)",
+    )
+    parser.add_argument(
+        "--interval", type=count, default=defaults.interval, metavar="STEPS", help="between decisions (%(default)s)"
+    )
+    parser.add_argument(
+        "--model", default="qwen3_30b_a3b", metavar="NAME", help="a table of ds_configs/models, or a config.json"
+    )
+    parser.add_argument("--top-k", type=count, metavar="K", help="choices of a token in the trace, if not the model's")
+    parser.add_argument("--seq-len", type=count, default=4096, metavar="L", help="tokens of a sequence (%(default)s)")
+    parser.add_argument(
+        "--micro-batch", type=count, default=1, metavar="B", help="sequences of a forward (%(default)s)"
+    )
+    parser.add_argument("--zero-stage", type=int, choices=range(4), default=1, metavar="STAGE", help="(%(default)s)")
+    parser.add_argument("--wire-dtype", choices=get_args(WireDtype), default="auto", help="(%(default)s)")
+    parser.add_argument("--steps", type=count, metavar="N", help="of the run: all of the trace, or 1000")
+    parser.add_argument(
+        "--article", action="store_true", help="instead: the article's five techniques, each alone and all together"
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw the steps: .png, .svg or .pdf")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """The table on stdout."""
+    if arguments.ranks < 4:
+        raise HybridError(f"--ranks {arguments.ranks}: must be at least 4.")
+    if arguments.article and arguments.plot:
+        raise HybridError("--plot: draws runs, not the article's table. Leave out --article.")
+    model, machine = read_model(arguments.model), read_machine(arguments.cluster)
+    popularity = read_popularity(arguments.routing, model, num_steps=arguments.steps, top_k=arguments.top_k)
+    setting = Setting(
+        model,
+        Workload(arguments.seq_len, arguments.micro_batch),
+        machine,
+        machine.cluster(arguments.ranks),
+        tp_size=arguments.tp,
+        zero_stage=arguments.zero_stage,
+        wire_dtype=arguments.wire_dtype,
+    )
+    policies = [_policy(name, arguments.interval) for name in arguments.rebalance]
+    if arguments.article:
+        rows = techniques(setting, popularity, _policy("static", arguments.interval))
+        facts = [asdict(row) for row in rows]
+        print(json.dumps(facts, indent=2) if arguments.json else article_text(arguments, rows))
+        return 0
+    outcomes = simulate(setting, popularity, modes=arguments.dispatch, ep_sizes=arguments.ep, policies=policies)
+    if arguments.json:
+        print(json.dumps(to_json(arguments, popularity, outcomes), indent=2))
+    else:
+        print(to_text(to_json(arguments, popularity, outcomes)))
+    if arguments.plot:
+        _plot(outcomes, arguments.plot)
+    return 0
+
+
+def to_json(arguments: argparse.Namespace, popularity: Popularity, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Everything that is told about a run; times in seconds."""
+    num_steps, num_layers, num_experts = popularity.weights.shape
+    return {
+        "routing": arguments.routing,
+        "num_steps": num_steps,
+        "num_layers": num_layers,
+        "num_experts": num_experts,
+        "top_k": popularity.top_k,
+        "model": arguments.model,
+        "cluster": arguments.cluster,
+        "num_ranks": arguments.ranks,
+        "tp_size": arguments.tp,
+        "seq_len": arguments.seq_len,
+        "micro_batch": arguments.micro_batch,
+        "zero_stage": arguments.zero_stage,
+        "wire_dtype": arguments.wire_dtype,
+        "interval": arguments.interval,
+        "runs": [_outcome(each) for each in outcomes],
+    }
+
+
+def _outcome(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "dispatch": outcome.mode,
+        "ep_size": outcome.ep_size,
+        "rebalance": outcome.algorithm,
+        "tokens_per_second": outcome.tokens_per_second,
+        "step_seconds": float(outcome.step_seconds.mean()),
+        "step_seconds_p50": _quantile(outcome.step_seconds, 0.5),
+        "step_seconds_p99": _quantile(outcome.step_seconds, 0.99),
+        "expert_seconds": float(outcome.expert_seconds.mean()),
+        "dispatch_seconds": float(outcome.dispatch_seconds.mean()),
+        "moving_seconds": float(outcome.moving_seconds.sum()),
+        "slowest_over_mean_p50": _quantile(outcome.imbalance, 0.5),
+        "slowest_over_mean_p99": _quantile(outcome.imbalance, 0.99),
+        "wire_bytes_per_step": float(outcome.wire_bytes.mean()),
+        "num_moves_of_group": outcome.num_moves,
+        "num_moves_of_group_across_nodes": outcome.num_moves_across,
+        "moved_bytes": outcome.moved_bytes,
+        "rest": asdict(outcome.rest),
+        "seconds_of_steps": outcome.step_seconds.tolist(),
+    }
+
+
+def to_text(facts: dict[str, Any]) -> str:
+    """What :func:`to_json` gives, for people."""
+    header = "dispatch|EP|rebalance|ms a step|p50|p99|experts|dispatch|slowest p50|p99|GB sent|moves|GB moved"
+    rows = [tuple(header.split("|"))]
+    for each in facts["runs"]:
+        milliseconds = ("step_seconds", "step_seconds_p50", "step_seconds_p99", "expert_seconds", "dispatch_seconds")
+        rows.append(
+            (
+                each["dispatch"],
+                str(each["ep_size"]),
+                each["rebalance"],
+                *(f"{1e3 * each[key]:.1f}" for key in milliseconds),
+                f"{each['slowest_over_mean_p50']:.3f}",
+                f"{each['slowest_over_mean_p99']:.3f}",
+                f"{each['wire_bytes_per_step'] / facts['num_ranks'] / 1e9:.2f}",
+                str(each["num_moves_of_group"]),
+                f"{each['moved_bytes'] / 1e9:.1f}",
+            )
+        )
+    return "\n".join(
+        [
+            "{routing}: {num_steps} steps, {num_layers} layers, {num_experts} experts, top-{top_k}".format_map(facts),
+            "{model} on {num_ranks} ranks of {cluster}: TP {tp_size}, ZeRO {zero_stage}, {micro_batch} x {seq_len} "
+            "tokens; decisions every {interval} steps".format_map(facts),
+            "",
+            *_aligned(rows),
+            "",
+            "ms of the slowest of all ranks; slowest: its experts' load over the mean; GB sent by a rank a step; moves "
+            "of one group; GB moved by all",
+        ]
+    )
+
+
+def article_text(arguments: argparse.Namespace, rows: Sequence[Row]) -> str:
+    """The article's techniques, for people. Speeds are compared by tokens per second: layouts differ in tokens."""
+    base = rows[0].alone.tokens_per_second
+    table = [("technique", "alone", "slowest", "together", "tokens/s", "ms a step", "dispatch", "experts", "slowest")]
+    for row in rows:
+        alone, together = row.alone, row.together
+        table.append(
+            (
+                row.technique.ljust(max(len(each.technique) for each in rows)),
+                f"x {alone.tokens_per_second / base:.3f}",
+                f"{alone.imbalance:.3f}",
+                *(
+                    (
+                        f"x {together.tokens_per_second / base:.3f}",
+                        f"{together.tokens_per_second:.0f}",
+                        f"{1e3 * together.step:.0f}",
+                        f"{1e3 * together.dispatch:.0f}",
+                        f"{1e3 * together.experts:.0f}",
+                        f"{together.imbalance:.3f}",
+                    )
+                    if together
+                    else ("-",) * 6
+                ),
+            )
+        )
+    first = f"{arguments.model} on {arguments.ranks} ranks of {arguments.cluster}, {arguments.routing}: "
+    return "\n".join(
+        [
+            first + f"{arguments.micro_batch} x {arguments.seq_len} tokens, ZeRO {arguments.zero_stage}",
+            "",
+            *_aligned(table),
+            "",
+            "By the model of docs/planner.md, not measured. x: tokens per second over the base's.",
+        ]
+    )
+
+
+def _policy(algorithm: Algorithm, interval: int) -> RebalancePolicy:
+    defaults = RebalanceConfig()
+    return RebalancePolicy(
+        algorithm, interval, defaults.load_half_life, defaults.min_gain, defaults.horizon, first=interval
+    )
+
+
+def _quantile(values: np.ndarray[Any, np.dtype[np.float64]], part: float) -> float:
+    return float(np.quantile(values, part))
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def _plot(outcomes: Sequence[Outcome], path: Path) -> None:
+    """Milliseconds of each step, and the slowest rank's load."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise HybridError("--plot needs matplotlib. Install it: pip install 'ds_hybrid[report]'.") from error
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    times, loads = figure.subplots(2, 1, sharex=True)
+    for outcome in outcomes:
+        label = f"{outcome.mode}, EP {outcome.ep_size}, {outcome.algorithm}"
+        times.plot(1e3 * outcome.step_seconds, linewidth=1, label=label)
+        loads.plot(outcome.imbalance, linewidth=1)
+    times.set_ylabel("ms of a step")
+    times.legend(fontsize="small")
+    loads.set_ylabel("slowest rank's load / mean")
+    loads.set_xlabel("step")
+    try:
+        figure.savefig(path)
+    except ValueError as error:
+        raise HybridError(f"--plot {path}: {error}") from error
+
+
+def _counts(text: str) -> list[int]:
+    return [count(word) for word in text.split(",")]
+
+
+def _words(text: str, known: Sequence[Any]) -> list[Any]:
+    words = text.split(",")
+    for word in words:
+        if word not in known:
+            raise argparse.ArgumentTypeError(
+                f"{word!r} must be one of {', '.join(known)}.{did_you_mean(word, list(known))}"
+            )
+    return words

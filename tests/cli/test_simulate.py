@@ -1,0 +1,137 @@
+"""``ds_hybrid simulate``: what it prints, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ds_hybrid.cli.main import main
+from tests.rebalance.traces import FOLDER
+
+DRAWN = str(FOLDER / "synth_stationary.npz")
+TRAINED = str(FOLDER / "e32k2_aux1e-2.npz")
+SMALL = ["zipf:1.0,drift=0.01", "--cluster", "a100x8_ib200", "--ranks", "16", "--steps", "20"]
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["simulate", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--cluster", "a100x8_ib200", "--ranks", "16", "--ep", "8,16", "--dispatch", "two_stage,alltoall"]
+    facts = json.loads(
+        printed(capsys, TRAINED, *options, "--rebalance", "static,swap", "--top-k", "2", "--steps", "120", "--json")
+    )
+    assert (facts["num_steps"], facts["num_layers"], facts["num_experts"], facts["top_k"]) == (120, 4, 32, 2)
+    names = [(run["ep_size"], run["rebalance"], run["dispatch"]) for run in facts["runs"]]
+    modes = ("two_stage", "alltoall")
+    assert names == [(ep, name, mode) for ep in (8, 16) for name in ("static", "swap") for mode in modes]
+    for run in facts["runs"]:
+        assert len(run["seconds_of_steps"]) == 120
+        assert sum(run["seconds_of_steps"]) / 120 == pytest.approx(run["step_seconds"])
+        assert run["step_seconds_p50"] <= run["step_seconds_p99"]
+        assert run["tokens_per_second"] * run["step_seconds"] == pytest.approx(16 * 4096)
+        assert (run["moved_bytes"] > 0) == (run["num_moves_of_group"] > 0) == (run["rebalance"] == "swap")
+        assert (run["num_moves_of_group_across_nodes"] > 0) == (run["rebalance"] == "swap" and run["ep_size"] == 16)
+    two_stage, alltoall = facts["runs"][:2]
+    assert two_stage["wire_bytes_per_step"] < alltoall["wire_bytes_per_step"]
+    assert two_stage["slowest_over_mean_p50"] == alltoall["slowest_over_mean_p50"]
+
+
+def test_text(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed(capsys, *SMALL).splitlines()
+    assert lines[:2] == [
+        "zipf:1.0,drift=0.01: 20 steps, 48 layers, 128 experts, top-8",
+        "qwen3_30b_a3b on 16 ranks of a100x8_ib200: TP 1, ZeRO 1, 1 x 4096 tokens; decisions every 50 steps",
+    ]
+    assert lines[3].split("  ")[0] == " dispatch"
+    assert lines[4].split()[:3] == ["two_stage", "8", "static"]
+    assert lines[4].split()[-2:] == ["0", "0.0"]
+
+
+def test_the_articles_techniques(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = json.loads(printed(capsys, *SMALL, "--seq-len", "32768", "--article", "--json"))
+    assert [row["technique"][:2] for row in rows] == ["ba", "1.", "2a", "2b", "3.", "3.", "4.", "4.", "5a", "5b"]
+    base, narrow, two_stage, fp8, plan_b = rows[:5]
+    assert base["alone"] == base["together"]
+    assert narrow["alone"]["choices"]["tp_size"] == 2
+    assert two_stage["alone"]["wire_bytes"] < base["alone"]["wire_bytes"]
+    # Four rows for each pair, of 2 bytes a value; the first is e4m3, with a scale of 4 bytes for 128 values.
+    assert fp8["alone"]["wire_bytes"] / base["alone"]["wire_bytes"] == pytest.approx((3 + 132 / 256) / 4, rel=0.01)
+    assert plan_b["together"]["choices"] | {"wire_dtype": "", "attention": ""} == {
+        "tp_size": 2,
+        "ep_size": 8,
+        "mode": "two_stage",
+        "wire_dtype": "",
+        "algorithm": "static",
+        "attention": "",
+    }
+    assert [row["together"] is None for row in rows] == [False] * 5 + [True] * 2 + [False] * 3
+    waits, hides = (row["together"]["step"] for row in rows[-2:])
+    assert hides < waits
+    text = printed(capsys, *SMALL, "--seq-len", "32768", "--article").splitlines()
+    assert len(text) == 3 + 10 + 2
+    assert text[3].split()[6:8] == ["x", "1.000"]
+    assert text[-1] == "By the model of docs/planner.md, not measured. x: tokens per second over the base's."
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_plot(suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / f"run.{suffix}"
+    printed(capsys, *SMALL, "--plot", str(file))
+    assert file.read_bytes()[:5] in (b"\x89PNG\r", b"<?xml")
+
+
+def test_plot_without_matplotlib(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["simulate", *SMALL, "--plot", str(tmp_path / "x.png")]) == 2
+    assert capsys.readouterr().err == "--plot needs matplotlib. Install it: pip install 'ds_hybrid[report]'.\n"
+
+
+def test_mistakes_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in [
+        (["--ranks", "2"], "--ranks 2: must be at least 4."),
+        (["--ep", "3"], "128 experts cannot be spread evenly over 3 ranks. "),
+        (["--dispatch", "replicated"], "--dispatch replicated with EP 8, TP 1: expert groups must be the "),
+        (["--cluster", "a100"], "a100: neither a file nor one of the machines "),
+        (["--article", "--plot", "x.png"], "--plot: draws runs, not the article's table."),
+        (["--article", "--model", "deepseek_v3"], "--article: deepseek_v3 has latent attention."),
+        (["--top-k", "3"], '"zipf:1.0,drift=0.01": must be a trace\'s .npz file, or zipf:S[,drift=D]'),
+    ]:
+        assert main(["simulate", *SMALL, *arguments]) == 2
+        assert capsys.readouterr().err.startswith(message)
+    assert main(["simulate", "none.npz", *SMALL[1:]]) == 2
+    assert capsys.readouterr().err == "none.npz: No such file or directory\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ep", "8,0"], "argument --ep: '0' must be an integer >= 1"),
+        (["--dispatch", "two_stages"], "argument --dispatch: 'two_stages' must be one of alltoall, allgather, "),
+        (["--rebalance", "best"], "argument --rebalance: 'best' must be one of swap, lpt_swap, "),
+    ],
+)
+def test_wrong_usage(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main(["simulate", *SMALL, *arguments])
+    assert leaving.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"ds_hybrid simulate: error: {message}")
+
+
+def test_simulating_imports_neither_torch_nor_deepspeed() -> None:
+    code = f"""
+import sys
+from ds_hybrid.cli.main import main
+status = main(["simulate", *{SMALL!r}, "--rebalance", "lpt_swap"])
+print(status, sorted({{"torch", "deepspeed", "transformers", "matplotlib"}} & set(sys.modules)))"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("\n0 []\n")

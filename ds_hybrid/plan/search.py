@@ -122,10 +122,7 @@ class Estimator:
         )
 
     def _widest_group(self, tp_size: int, ep_size: int) -> tuple[int, ...]:
-        """The expert-parallel group over the most hosts."""
-        host_of_rank = self.request.cluster.host_of_rank
-        groups = self.layout(tp_size, ep_size).ep_groups
-        return max(groups, key=lambda group: len({host_of_rank[rank] for rank in group}))
+        return widest_group(self.layout(tp_size, ep_size), self.request.cluster)
 
     def _dispatch(self, tp_size: int, ep_size: int, mode: Mode) -> tuple[RankDemand, DispatchCost]:
         request = self.request
@@ -183,6 +180,11 @@ def best_of_sizes(request: Request, tp_size: int, ep_size: int, mode: Mode) -> E
     ]
     fitting = [estimate for estimate in estimates if estimate.memory.peak <= request.machine.memory_bytes]
     return min(fitting, key=_rank, default=None) or min(estimates, key=lambda e: e.memory.peak, default=None)
+
+
+def widest_group(layout: Layout, cluster: Cluster) -> tuple[int, ...]:
+    """The expert-parallel group over the most hosts."""
+    return max(layout.ep_groups, key=lambda group: len({cluster.host_of_rank[rank] for rank in group}))
 
 
 def _is_better(estimate: Estimate, rival: Estimate) -> bool:

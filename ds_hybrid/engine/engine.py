@@ -243,10 +243,10 @@ class MoEEngine(DeepSpeedEngine):
             else self._plan_load(saved, with_optimizer=load_optimizer_states and not load_module_only)
         )
         layers = self.moe_layers_by_name()
-        local = LocalNames(layers)
         with contextlib.ExitStack() as undo:
             undo.callback(_place_all, layers, {name: layer.placement for name, layer in layers.items()})
             _place_all(layers, plan.placements if plan else {})
+            local = LocalNames(layers)  # by the placements of now
             with whole_names(self.param_names, local) if universal else contextlib.nullcontext():
                 path, client_state = super().load_checkpoint(
                     load_dir,

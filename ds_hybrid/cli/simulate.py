@@ -12,6 +12,7 @@ from typing import Any, get_args
 import numpy as np
 
 from ds_hybrid.cli.arguments import count
+from ds_hybrid.cli.output import aligned, new_figure, save_figure
 from ds_hybrid.config import RebalanceConfig
 from ds_hybrid.dispatch.modes import ALL_MODES, WireDtype
 from ds_hybrid.errors import HybridError
@@ -192,7 +193,7 @@ def to_text(facts: dict[str, Any]) -> str:
             "{model} on {num_ranks} ranks of {cluster}: TP {tp_size}, ZeRO {zero_stage}, {micro_batch} x {seq_len} "
             "tokens; decisions every {interval} steps".format_map(facts),
             "",
-            *_aligned(rows),
+            *aligned(rows),
             "",
             "ms of the slowest of all ranks; slowest: its experts' load over the mean; GB sent by a rank a step; moves "
             "of one group; GB moved by all",
@@ -230,7 +231,7 @@ def article_text(arguments: argparse.Namespace, rows: Sequence[Row]) -> str:
         [
             first + f"{arguments.micro_batch} x {arguments.seq_len} tokens, ZeRO {arguments.zero_stage}",
             "",
-            *_aligned(table),
+            *aligned(table),
             "",
             "By the model of docs/planner.md, not measured. x: tokens per second over the base's.",
         ]
@@ -248,18 +249,9 @@ def _quantile(values: np.ndarray[Any, np.dtype[np.float64]], part: float) -> flo
     return float(np.quantile(values, part))
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-
-
 def _plot(outcomes: Sequence[Outcome], path: Path) -> None:
     """Milliseconds of each step, and the slowest rank's load."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise HybridError("--plot needs matplotlib. Install it: pip install 'ds_hybrid[report]'.") from error
-    figure = Figure(figsize=(9, 6), layout="constrained")
+    figure = new_figure(9, 6)
     times, loads = figure.subplots(2, 1, sharex=True)
     for outcome in outcomes:
         label = f"{outcome.mode}, EP {outcome.ep_size}, {outcome.algorithm}"
@@ -269,10 +261,7 @@ def _plot(outcomes: Sequence[Outcome], path: Path) -> None:
     times.legend(fontsize="small")
     loads.set_ylabel("slowest rank's load / mean")
     loads.set_xlabel("step")
-    try:
-        figure.savefig(path)
-    except ValueError as error:
-        raise HybridError(f"--plot {path}: {error}") from error
+    save_figure(figure, path)
 
 
 def _counts(text: str) -> list[int]:

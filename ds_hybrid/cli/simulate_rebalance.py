@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
 from ds_hybrid.cli.arguments import count
+from ds_hybrid.cli.output import aligned, new_figure, save_figure
 from ds_hybrid.config import RebalanceConfig
 from ds_hybrid.errors import HybridError
 from ds_hybrid.rebalance.algorithms import Algorithm
@@ -186,7 +187,7 @@ def to_text(facts: dict[str, Any]) -> str:
             "{algorithm} on {ep_size} ranks, every {interval} steps, loads of half-life {half_life:g}; "
             "steps {first_step} to {last}, {average_over} added up".format_map(facts | {"last": last}),
             "",
-            *_aligned(rows),
+            *aligned(rows),
             "",
             f"critical path {facts['critical_path_before']:.3f} -> {facts['critical_path_after']:.3f} of the mean; "
             f"ranks' totals over layers {_percent(facts['card_total_before'])} -> "
@@ -216,20 +217,11 @@ def _percent(spread: float) -> str:
     return f"±{spread:.1f}%"
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-
-
 def _plot(result: Replay, arguments: argparse.Namespace) -> None:
     """Busiest rank over mean, by layer, before and after."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise HybridError("--plot needs matplotlib. Install it: pip install 'ds_hybrid[report]'.") from error
     num_layers, num_blocks = result.max_over_mean.shape[1:]
     steps = [result.first_step + (block + 0.5) * arguments.average_over for block in range(num_blocks)]
-    figure = Figure(figsize=(8, 1 + 2 * num_layers), layout="constrained")
+    figure = new_figure(8, 1 + 2 * num_layers)
     axes = figure.subplots(num_layers, 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     for layer, panel in enumerate(axes):
         for values, label in zip(result.max_over_mean[:, layer], ("experts stay", arguments.algorithm), strict=True):
@@ -239,10 +231,7 @@ def _plot(result: Replay, arguments: argparse.Namespace) -> None:
     axes[0].legend()
     axes[-1].set_xlabel("step")
     figure.suptitle(f"busiest of {arguments.ep} ranks over their mean, {arguments.average_over} steps added up")
-    try:
-        figure.savefig(arguments.plot)
-    except ValueError as error:
-        raise HybridError(f"--plot {arguments.plot}: {error}") from error
+    save_figure(figure, arguments.plot)
 
 
 def _number(*, least: float, above: bool = False) -> Callable[[str], float]:

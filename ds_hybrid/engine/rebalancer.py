@@ -18,7 +18,7 @@ from ds_hybrid.engine.moe_stats import Layer
 from ds_hybrid.engine.step_loads import Counts, StepLoads
 from ds_hybrid.errors import PlacementError
 from ds_hybrid.placement import ExpertPlacement
-from ds_hybrid.rebalance.algorithms import lower_bound, new_placement, rank_loads
+from ds_hybrid.rebalance.algorithms import lower_bound, rank_loads
 from ds_hybrid.rebalance.load import ExpertLoad
 from ds_hybrid.rebalance.migrate import MoveReport
 from ds_hybrid.rebalance.policy import (
@@ -30,7 +30,7 @@ from ds_hybrid.rebalance.policy import (
     event_pays,
     is_unconditional,
     measured_gain,
-    outlook,
+    propose,
 )
 
 
@@ -103,10 +103,7 @@ class Rebalancer:
         self._move = move
         self._step_loads = StepLoads(layers)
         self._is_off = False
-        self._watches = {
-            name: LayerWatch(ExpertLoad.unknown(layer.num_experts, half_life=config.load_half_life), Patience())
-            for name, layer in self._layers.items()
-        }
+        self._watches = {name: self._new_watch(layer) for name, layer in self._layers.items()}
 
     def after_step(self, step: int, optimizer: Any) -> None:
         """Count the pairs of the step before ``step``, and look at the layers whose time has come."""
@@ -128,13 +125,15 @@ class Rebalancer:
     def restore(self, state: Mapping[str, Any], *, step: int) -> None:
         """Go on from :meth:`state` at an optimizer step; layers that it does not know begin anew."""
         self._step_loads.settle()
-        half_life = self._config.load_half_life
         for name, layer in self._layers.items():
             if name in state:
-                self._watches[name] = LayerWatch.from_json(state[name], half_life=half_life)
+                self._watches[name] = LayerWatch.from_json(state[name], half_life=self._config.load_half_life)
             else:
-                unknown = ExpertLoad.unknown(layer.num_experts, half_life=half_life)
-                self._watches[name] = LayerWatch(unknown, Patience(last_look=step))
+                self._watches[name] = self._new_watch(layer, step=step)
+
+    def _new_watch(self, layer: Layer, *, step: int = 0) -> LayerWatch:
+        unknown = ExpertLoad.unknown(layer.num_experts, half_life=self._config.load_half_life)
+        return LayerWatch(unknown, Patience(last_look=step))
 
     def _count(self, counts: Counts | None) -> None:
         if counts is None:
@@ -197,26 +196,15 @@ class Rebalancer:
 
     def _propose(self, name: str, costs: Costs) -> tuple[ExpertPlacement, LayerOutlook]:
         layer, load, config = self._layers[name], self._watches[name].load.forecast, self._config
-        nodes = self._costs.node_of_rank(layer)
-        proposed = new_placement(
+        return propose(
             config.algorithm,
             load,
             layer.placement,
-            node_of_rank=nodes,
-            cross_node_penalty=costs.cross_node_penalty,
-            thresholds=costs.thresholds(load, horizon=config.horizon),
-        )
-        plan = outlook(
-            load,
-            layer.placement,
-            proposed,
             costs,
             horizon=config.horizon,
             min_gain=config.min_gain,
-            node_of_rank=nodes,
-            unconditional=is_unconditional(config.algorithm),
+            node_of_rank=self._costs.node_of_rank(layer),
         )
-        return proposed, plan
 
     def _tell(self, name: str, plan: LayerOutlook, *, planned: bool) -> None:
         """A line for what is planned; one for a layer that no placement can even out, when that is new."""

@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 from ds_hybrid.placement import ExpertPlacement
 from ds_hybrid.plan.popularity import Popularity
-from ds_hybrid.rebalance.algorithms import Algorithm, new_placement
+from ds_hybrid.rebalance.algorithms import Algorithm
 from ds_hybrid.rebalance.load import ExpertLoad
-from ds_hybrid.rebalance.policy import Costs, is_unconditional, outlook
+from ds_hybrid.rebalance.policy import Costs, propose
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -80,23 +80,14 @@ def _decided(
 ) -> Window:
     after, plans = [], []
     for forecast, current in zip(forecasts, placements, strict=True):
-        proposed = new_placement(
+        proposed, plan = propose(
             policy.algorithm,
             forecast,
             current,
-            node_of_rank=node_of_rank,
-            cross_node_penalty=costs.cross_node_penalty,
-            thresholds=costs.thresholds(forecast, horizon=policy.horizon),
-        )
-        plan = outlook(
-            forecast,
-            current,
-            proposed,
             costs,
             horizon=policy.horizon,
             min_gain=policy.min_gain,
             node_of_rank=node_of_rank,
-            unconditional=is_unconditional(policy.algorithm),
         )
         after.append(proposed if plan.pays else current)
         plans += [plan] * plan.pays

@@ -122,12 +122,14 @@ def move_experts(
     """
     plans = _agreed_plans(layers, targets, grids, optimizer)
     world = RankGroup(dist.get_world_group(), Meter())
-    rank, predicted, staged = dist.get_rank(), 0, 0
+    predicted, staged = 0, 0
     for plan in plans:
         for planned in plan.rounds:
             transfers = plan.transfers(planned)
-            predicted += sum(_sizes(_by_peer((one for one in transfers if one.source == rank), "target", world.size)))
-            staged = max(staged, _carry_out(plan, planned, transfers, world))
+            outgoing = _by_peer((one for one in transfers if one.source == world.rank), "target", world.size)
+            incoming = _by_peer((one for one in transfers if one.target == world.rank), "source", world.size)
+            predicted += sum(_sizes(outgoing))
+            staged = max(staged, _carry_out(plan, planned, outgoing, incoming, world))
     rounds = [planned for plan in plans for planned in plan.rounds]
     return MoveReport(
         num_moved=sum(len(planned.moves) for planned in rounds),
@@ -227,11 +229,15 @@ def _agreed_plans(
     return plans
 
 
-def _carry_out(plan: _LayerPlan, planned: Round, transfers: Sequence[Transfer], world: RankGroup) -> int:
-    """Stage, exchange, check and commit one round; the bytes that were staged."""
+def _carry_out(
+    plan: _LayerPlan,
+    planned: Round,
+    outgoing: Sequence[Sequence[Transfer]],
+    incoming: Sequence[Sequence[Transfer]],
+    world: RankGroup,
+) -> int:
+    """Stage, exchange, check and commit one round; the bytes that were staged. Transfers are by the other's rank."""
     name = plan.layer.layer_name
-    outgoing = _by_peer((one for one in transfers if one.source == world.rank), "target", world.size)
-    incoming = _by_peer((one for one in transfers if one.target == world.rank), "source", world.size)
     fault, sent = None, torch.empty(0, dtype=torch.uint8)
     try:
         sent = _pack(plan, outgoing)

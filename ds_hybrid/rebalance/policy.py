@@ -10,7 +10,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_hybrid.placement import ExpertPlacement
-from ds_hybrid.rebalance.algorithms import DEFAULT_THRESHOLDS, Algorithm, Thresholds, lower_bound, rank_loads
+from ds_hybrid.rebalance.algorithms import (
+    DEFAULT_THRESHOLDS,
+    Algorithm,
+    Thresholds,
+    lower_bound,
+    new_placement,
+    rank_loads,
+)
 
 FORECAST_HOLDS: Final = 0.7
 """The part of a predicted gain to count on. Loads of late training correlate by 0.8 to 0.99 over 200 steps, early ones
@@ -137,6 +144,43 @@ def outlook(
         pays=pays,
         reason=reason,
     )
+
+
+def propose(
+    algorithm: Algorithm,
+    load: npt.ArrayLike,
+    current: ExpertPlacement,
+    costs: Costs,
+    *,
+    horizon: int,
+    min_gain: float,
+    node_of_rank: Sequence[int] = (),
+    cross_node_penalty: float | None = None,
+) -> tuple[ExpertPlacement, LayerOutlook]:
+    """Where an algorithm would have one layer's experts, and whether to move them there.
+
+    Args:
+        cross_node_penalty: what a move across nodes costs compared with one inside; None: what ``costs`` say.
+    """
+    proposed = new_placement(
+        algorithm,
+        load,
+        current,
+        node_of_rank=node_of_rank,
+        cross_node_penalty=costs.cross_node_penalty if cross_node_penalty is None else cross_node_penalty,
+        thresholds=costs.thresholds(load, horizon=horizon),
+    )
+    plan = outlook(
+        load,
+        current,
+        proposed,
+        costs,
+        horizon=horizon,
+        min_gain=min_gain,
+        node_of_rank=node_of_rank,
+        unconditional=is_unconditional(algorithm),
+    )
+    return proposed, plan
 
 
 def is_unconditional(algorithm: Algorithm) -> bool:

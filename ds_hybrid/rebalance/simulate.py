@@ -13,9 +13,9 @@ import numpy.typing as npt
 
 from ds_hybrid.errors import PlacementError
 from ds_hybrid.placement import ExpertPlacement
-from ds_hybrid.rebalance.algorithms import Algorithm, FloatArray, new_placement
+from ds_hybrid.rebalance.algorithms import Algorithm, FloatArray
 from ds_hybrid.rebalance.load import ExpertLoad
-from ds_hybrid.rebalance.policy import Costs, is_unconditional, outlook
+from ds_hybrid.rebalance.policy import Costs, propose
 
 BYTES_PER_PARAMETER = 2 + 12
 """bf16 weight, fp32 master, and Adam's two moments; there are no gradients at a step's end."""
@@ -252,23 +252,15 @@ def _replay_layer(
     placement, scored = contiguous, []
     num_moved, num_moved_across = [], []
     for begin in range(first, len(counts), interval):
-        proposed = new_placement(
+        proposed, plan = propose(
             algorithm,
             load.forecast,
             placement,
-            node_of_rank=node_of_rank,
-            cross_node_penalty=cross_node_penalty,
-            thresholds=costs.thresholds(load.forecast, horizon=horizon),
-        )
-        plan = outlook(
-            load.forecast,
-            placement,
-            proposed,
             costs,
             horizon=horizon,
             min_gain=min_gain,
             node_of_rank=node_of_rank,
-            unconditional=is_unconditional(algorithm),
+            cross_node_penalty=cross_node_penalty,
         )
         placement = proposed if plan.pays else placement
         num_moved.append(plan.num_moved if plan.pays else 0)

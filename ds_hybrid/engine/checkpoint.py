@@ -19,12 +19,14 @@ from deepspeed.checkpoint.constants import (
     AUTOEP_EXPERT_PLACEMENT,
     AUTOEP_LAYERS_KEY,
     AUTOEP_PLACEMENT_EXPERTS,
+    AUTOEP_PLACEMENT_RANK,
     AUTOEP_PLACEMENT_RANKS,
 )
 
 from ds_hybrid.engine.staging import read_latest
 from ds_hybrid.errors import CheckpointError, PlacementError
 from ds_hybrid.placement import ExpertPlacement
+from ds_hybrid.topology.layout import consecutive_groups
 
 RECORD_NAME = "ds_hybrid.json"
 LATEST_UNIVERSAL = "latest_universal"
@@ -207,7 +209,10 @@ def read_model_states(folder: Path) -> dict[str, Any]:
 
 
 def load_lazily(path: Path) -> dict[str, Any]:
-    """A file of ``torch.save``, tensors mapped rather than read where its format allows."""
+    """A file of ``torch.save``, tensors mapped rather than read where its format allows.
+
+    As with every checkpoint of DeepSpeed, reading it may run code that it holds: read only what you trust.
+    """
     try:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
     except RuntimeError:  # the format before zip files
@@ -218,11 +223,9 @@ def described_slots(entry: Mapping[str, Any]) -> Slots:
     """The placement in DeepSpeed's metadata of an AutoEP layer. Without one, experts are in order."""
     placement = entry.get(AUTOEP_EXPERT_PLACEMENT)
     if placement is None:
-        slots: list[list[int]] = ExpertPlacement.contiguous(
-            entry["num_experts"], entry["ep_size"]
-        ).expert_of_slot.tolist()
-        return slots
-    return [rank[AUTOEP_PLACEMENT_EXPERTS] for rank in placement[AUTOEP_PLACEMENT_RANKS]]
+        return [list(group) for group in consecutive_groups(entry["num_experts"], entry["num_local_experts"])]
+    ranks = sorted(placement[AUTOEP_PLACEMENT_RANKS], key=lambda rank: rank[AUTOEP_PLACEMENT_RANK])
+    return [list(rank[AUTOEP_PLACEMENT_EXPERTS]) for rank in ranks]
 
 
 def is_in_order(slots: Slots) -> bool:

@@ -67,6 +67,7 @@ from ds_hybrid.engine.whole_weights import save_whole_model
 from ds_hybrid.errors import ConfigError, PlacementError
 from ds_hybrid.moe.autoep import HybridAutoEPLayer
 from ds_hybrid.moe.correction_bias import update_correction_biases
+from ds_hybrid.moe.kinds import MoELayer
 from ds_hybrid.moe.layer import MoE
 from ds_hybrid.observe.stats import MoEStats
 from ds_hybrid.placement import ExpertPlacement
@@ -99,7 +100,7 @@ class MoEEngine(DeepSpeedEngine):
         self._expert_grids = {size: expert_grid(f"ep_size_{size}") for size in ep_sizes}
         self._rebalancer = self._make_rebalancer(layers)
 
-    def _make_rebalancer(self, layers: Sequence[HybridAutoEPLayer | MoE]) -> Rebalancer | None:
+    def _make_rebalancer(self, layers: Sequence[MoELayer]) -> Rebalancer | None:
         config = self.hybrid_config.rebalance
         if not config.enabled or not layers:
             return None
@@ -327,9 +328,9 @@ class MoEEngine(DeepSpeedEngine):
     def _move_experts(self, targets: Mapping[str, ExpertPlacement]) -> MoveReport:
         return move_experts(list(self.moe_layers_by_name().values()), targets, self._expert_grids, self.optimizer)
 
-    def moe_layers_by_name(self) -> dict[str, HybridAutoEPLayer | MoE]:
+    def moe_layers_by_name(self) -> dict[str, MoELayer]:
         """The MoE layers in model order, converted and explicit ones."""
-        layers = (layer for layer in self.module.modules() if isinstance(layer, HybridAutoEPLayer | MoE))
+        layers = (layer for layer in self.module.modules() if isinstance(layer, MoELayer))
         return {layer.layer_name: layer for layer in layers}
 
     def moe_stats(self) -> MoEStats:
@@ -340,7 +341,7 @@ class MoEEngine(DeepSpeedEngine):
         return self._stats.take()
 
 
-def _place_all(layers: Mapping[str, HybridAutoEPLayer | MoE], placements: Mapping[str, ExpertPlacement]) -> None:
+def _place_all(layers: Mapping[str, MoELayer], placements: Mapping[str, ExpertPlacement]) -> None:
     for name, placement in placements.items():
         layers[name].place(placement)
 

@@ -15,8 +15,8 @@ from ds_hybrid.dispatch.collectives import RankGroup
 from ds_hybrid.dispatch.hierarchical import CutByNodes
 from ds_hybrid.dispatch.measure import measure_link
 from ds_hybrid.dispatch.meter import Meter
-from ds_hybrid.engine.moe_stats import Layer
 from ds_hybrid.errors import HybridError, PlacementError
+from ds_hybrid.moe.kinds import MoELayer
 from ds_hybrid.rebalance.fragments import StateFinder
 from ds_hybrid.rebalance.migrate import ExpertGrid, expert_bytes
 from ds_hybrid.rebalance.policy import Costs
@@ -38,7 +38,7 @@ class CostMeter:
 
     def __init__(
         self,
-        layers: Sequence[Layer],
+        layers: Sequence[MoELayer],
         grids: Mapping[int, ExpertGrid],
         groups: Mapping[int, Sequence[Sequence[int]]],
         cluster: Cluster,
@@ -57,7 +57,7 @@ class CostMeter:
         self._seconds_per_pair = [0.0] * len(layers)
         self._seconds_per_event = 0.0
 
-    def node_of_rank(self, layer: Layer) -> tuple[int, ...]:
+    def node_of_rank(self, layer: MoELayer) -> tuple[int, ...]:
         """The node of each rank of the layer's first expert-parallel group."""
         return self._nodes[layer.ep_size]
 
@@ -116,7 +116,7 @@ class CostMeter:
             logger.warning(f"ds_hybrid: rebalance: {error}")
             return [inf] * len(self._layers)
 
-    def _costs_of(self, number: int, layer: Layer, num_bytes: float) -> Costs:
+    def _costs_of(self, number: int, layer: MoELayer, num_bytes: float) -> Costs:
         inside, across = self._links(layer)
         return Costs(
             seconds_per_pair=_FORWARD_AND_BACKWARD * self._seconds_per_pair[number],
@@ -125,7 +125,7 @@ class CostMeter:
             seconds_per_event=self._seconds_per_event,
         )
 
-    def _links(self, layer: Layer) -> tuple[float, float]:
+    def _links(self, layer: MoELayer) -> tuple[float, float]:
         """Seconds per byte inside a node and across, on the slowest rank; measured once."""
         if layer.ep_size not in self._seconds_per_byte:
             group = layer.switch.group

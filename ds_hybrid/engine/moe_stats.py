@@ -10,11 +10,8 @@ import torch
 from torch import Tensor
 
 from ds_hybrid.dispatch.modes import ALL_MODES
-from ds_hybrid.moe.autoep import HybridAutoEPLayer
-from ds_hybrid.moe.layer import MoE
+from ds_hybrid.moe.kinds import MoELayer
 from ds_hybrid.observe.stats import LayerStats, MoEStats
-
-Layer = HybridAutoEPLayer | MoE
 
 
 class StatsReader:
@@ -24,7 +21,7 @@ class StatsReader:
         layers: of the model, in one order on every rank.
     """
 
-    def __init__(self, layers: Sequence[Layer]) -> None:
+    def __init__(self, layers: Sequence[MoELayer]) -> None:
         self._layers = layers
         self._seen = [layer.expert_load.clone() for layer in layers]
 
@@ -43,7 +40,7 @@ class StatsReader:
         return MoEStats(tuple(_stats_of(*pair) for pair in zip(self._layers, of_layer, strict=True)))
 
 
-def _counts(layer: Layer, load: Tensor) -> Tensor:
+def _counts(layer: MoELayer, load: Tensor) -> Tensor:
     """One row: totals, the bytes by mode, by place the arrived tokens and the experts' time, the load; int64."""
     sent = layer.meter.take()
     group = layer.dispatcher.group
@@ -54,7 +51,7 @@ def _counts(layer: Layer, load: Tensor) -> Tensor:
     return torch.cat([load.new_tensor([*totals, *by_mode]), of_place.flatten(), load])
 
 
-def _stats_of(layer: Layer, counts: Tensor) -> LayerStats:
+def _stats_of(layer: MoELayer, counts: Tensor) -> LayerStats:
     num_ranks = layer.dispatcher.group.size
     numbers = iter(counts.tolist())
     payload, metadata, lower_bound, num_tokens, nanoseconds = islice(numbers, 5)

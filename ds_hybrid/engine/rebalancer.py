@@ -14,9 +14,9 @@ from deepspeed.utils.logging import print_dist
 
 from ds_hybrid.config import RebalanceConfig
 from ds_hybrid.engine.expert_costs import CostMeter
-from ds_hybrid.engine.moe_stats import Layer
 from ds_hybrid.engine.step_loads import Counts, StepLoads
 from ds_hybrid.errors import PlacementError
+from ds_hybrid.moe.kinds import MoELayer
 from ds_hybrid.placement import ExpertPlacement
 from ds_hybrid.rebalance.algorithms import lower_bound, rank_loads
 from ds_hybrid.rebalance.load import ExpertLoad
@@ -92,7 +92,7 @@ class Rebalancer:
 
     def __init__(
         self,
-        layers: Sequence[Layer],
+        layers: Sequence[MoELayer],
         config: RebalanceConfig,
         costs: CostMeter,
         move: Callable[[Mapping[str, ExpertPlacement]], MoveReport],
@@ -131,7 +131,7 @@ class Rebalancer:
             else:
                 self._watches[name] = self._new_watch(layer, step=step)
 
-    def _new_watch(self, layer: Layer, *, step: int = 0) -> LayerWatch:
+    def _new_watch(self, layer: MoELayer, *, step: int = 0) -> LayerWatch:
         unknown = ExpertLoad.unknown(layer.num_experts, half_life=self._config.load_half_life)
         return LayerWatch(unknown, Patience(last_look=step))
 

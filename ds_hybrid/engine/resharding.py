@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ds_hybrid.engine.checkpoint import SavedCheckpoint, load_lazily, read_model_states
 from ds_hybrid.engine.expert_names import ExpertLayer, expert_layer_of, logical_name, slot_name
 from ds_hybrid.moe.autoep import HybridAutoEPLayer
-from ds_hybrid.moe.layer import MoE
+from ds_hybrid.moe.kinds import MoELayer
 from ds_hybrid.placement import ExpertPlacement
 
 
@@ -24,7 +24,7 @@ class LocalNames:
         layers: the MoE layers by name, placed as they are to be.
     """
 
-    def __init__(self, layers: Mapping[str, HybridAutoEPLayer | MoE]) -> None:
+    def __init__(self, layers: Mapping[str, MoELayer]) -> None:
         self._place = {name: layer.switch.group.rank for name, layer in layers.items()}
         self._layers = {
             name: ExpertLayer(name, layer.placement, stacked=isinstance(layer, HybridAutoEPLayer))

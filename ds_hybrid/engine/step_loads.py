@@ -12,7 +12,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from ds_hybrid.engine.moe_stats import Layer
+from ds_hybrid.moe.kinds import MoELayer
 
 Counts = list[npt.NDArray[np.int64]]
 """[E] for each layer: the (token, choice) pairs that chose each logical expert."""
@@ -27,7 +27,7 @@ class StepLoads:
         layers: of the model, in one order on every rank.
     """
 
-    def __init__(self, layers: Sequence[Layer]) -> None:
+    def __init__(self, layers: Sequence[MoELayer]) -> None:
         self._layers = layers
         self._sizes = [layer.num_experts for layer in layers]
         self._under_way: _Copy | None = None

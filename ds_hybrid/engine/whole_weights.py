@@ -21,6 +21,7 @@ from torch.distributed import get_process_group_ranks
 
 from ds_hybrid.moe.autoep import HybridAutoEPLayer
 from ds_hybrid.moe.hugging_face_names import hugging_face_blocks, to_hugging_face
+from ds_hybrid.moe.kinds import MoELayer
 from ds_hybrid.moe.layer import MoE
 
 
@@ -97,9 +98,9 @@ def _tie(state: dict[str, Tensor], model: nn.Module) -> None:
             state[name] = state[owner]
 
 
-def _experts_of_layers(model: nn.Module) -> dict[nn.Module, HybridAutoEPLayer | MoE]:
+def _experts_of_layers(model: nn.Module) -> dict[nn.Module, MoELayer]:
     """The module that holds a layer's experts -> the layer."""
-    layers: dict[nn.Module, HybridAutoEPLayer | MoE] = {}
+    layers: dict[nn.Module, MoELayer] = {}
     for layer in model.modules():
         if isinstance(layer, HybridAutoEPLayer):
             layers[layer.experts] = layer
@@ -109,7 +110,7 @@ def _experts_of_layers(model: nn.Module) -> dict[nn.Module, HybridAutoEPLayer | 
 
 
 def _walk(
-    module: nn.Module, prefix: str, layers: Mapping[nn.Module, HybridAutoEPLayer | MoE], with_frozen: bool
+    module: nn.Module, prefix: str, layers: Mapping[nn.Module, MoELayer], with_frozen: bool
 ) -> Iterator[tuple[str, Tensor]]:
     """On rank 0, every tensor below ``module`` by name, whole; nothing on other ranks, which go along."""
     if module in layers:
@@ -143,9 +144,7 @@ def _shards_joined(module: nn.Module) -> Iterator[None]:
             parameter.data = shard  # the same one: ZeRO's flat buffers go on seeing it
 
 
-def _experts(
-    module: nn.Module, layer: HybridAutoEPLayer | MoE, prefix: str, with_frozen: bool
-) -> Iterator[tuple[str, Tensor]]:
+def _experts(module: nn.Module, layer: MoELayer, prefix: str, with_frozen: bool) -> Iterator[tuple[str, Tensor]]:
     """A layer's experts in logical order."""
     expert_of_slot = layer.placement.expert_of_slot
     for name, value in module.state_dict(keep_vars=True).items():
@@ -165,7 +164,7 @@ def _experts(
                 yield f"{prefix}{list_name}.{experts[int(slot)]}.{inner}", of_slot
 
 
-def _from_every_place(value: Tensor, layer: HybridAutoEPLayer | MoE) -> list[Tensor]:
+def _from_every_place(value: Tensor, layer: MoELayer) -> list[Tensor]:
     """On rank 0, what the ranks of its expert-parallel group have, on the CPU; nothing on other ranks."""
     if layer.ep_size == 1:
         return [_to_cpu(value)] if dist.get_rank() == 0 else []

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from ds_hybrid.engine.checkpoint import load_lazily
 from ds_hybrid.errors import CheckpointError
-from ds_hybrid.hf.files import CheckpointFiles, load
+from ds_hybrid.hf.files import CheckpointFiles
 from ds_hybrid.hf.layers import SavedLayer
 from ds_hybrid.hf.masters import Masters
 from ds_hybrid.hf.unnamed_masters import Weights
@@ -53,7 +54,7 @@ def expert_weights(layer: SavedLayer, files: CheckpointFiles) -> Weights:
         places = range(len(layer.experts_of_rank))
         return {(name, place): _stack_of_files(layer, files, name, place) for place in places for name in names}
     slots = range(len(layer.expert_of_slot))
-    return {(name, 0): value for slot in slots for name, value in load(files.experts[layer.index, slot]).items()}
+    return {(name, 0): value for slot in slots for name, value in load_lazily(files.experts[layer.index, slot]).items()}
 
 
 def _stacked(
@@ -71,7 +72,7 @@ def _stacked(
             raise CheckpointError(f"{files.folder}: no file holds {name} of rank {place} of an expert-parallel group.")
         return master
     num_slots = len(layer.experts_of_rank[place])
-    first = load(files.experts[layer.index, place * num_slots])[f"{name}.{place * num_slots}"]
+    first = load_lazily(files.experts[layer.index, place * num_slots])[f"{name}.{place * num_slots}"]
     master = masters.get(name, (num_slots, *first.shape), place)
     if master is None:
         return _stack_of_files(layer, files, name, place)
@@ -82,7 +83,7 @@ def _stacked(
 def _stack_of_files(layer: SavedLayer, files: CheckpointFiles, name: str, place: int) -> Tensor:
     num_slots = len(layer.experts_of_rank[place])
     slots = range(place * num_slots, (place + 1) * num_slots)
-    return torch.stack([load(files.experts[layer.index, slot])[f"{name}.{slot}"] for slot in slots])
+    return torch.stack([load_lazily(files.experts[layer.index, slot])[f"{name}.{slot}"] for slot in slots])
 
 
 def _explicit(
@@ -92,7 +93,7 @@ def _explicit(
     ep_size = next((size for name, size in masters.ep_sizes.items() if name.startswith(prefix)), 1)
     for expert, slot in sorted((expert, slot) for slot, expert in enumerate(layer.expert_of_slot)):
         place, local = divmod(slot, len(layer.expert_of_slot) // ep_size)
-        for name, weight in load(files.experts[layer.index, slot]).items():
+        for name, weight in load_lazily(files.experts[layer.index, slot]).items():
             inner = name.removeprefix(f"{prefix}{slot}.")
             master = masters.get(name, weight.shape)
             if master is None:

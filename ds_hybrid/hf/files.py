@@ -9,8 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from ds_hybrid.engine.staging import read_latest
 from ds_hybrid.errors import CheckpointError
 
 _MODEL = re.compile(r"(zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<tp>\d+)_model_states\.pt")
@@ -103,14 +102,6 @@ def find_files(checkpoint: str | Path, tag: str | None = None) -> CheckpointFile
     return CheckpointFiles(folder, *found.values())
 
 
-def load(path: Path) -> dict[str, Any]:
-    """What torch.save has written; tensors are read when they are looked at.
-
-    As with every checkpoint of DeepSpeed, reading it may run code that it holds: read only what you trust.
-    """
-    return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
-
-
 def _key(pattern: re.Pattern[str], match: re.Match[str]) -> int | tuple[int, int]:
     if pattern is _EXPERT:
         return int(match["layer"]), int(match["slot"])
@@ -121,9 +112,7 @@ def _key(pattern: re.Pattern[str], match: re.Match[str]) -> int | tuple[int, int
 def _folder_of(checkpoint: Path, tag: str | None) -> Path:
     if not checkpoint.is_dir():
         raise CheckpointError(f"{checkpoint}: no such folder. Name the folder that save_checkpoint was given.")
-    latest = checkpoint / "latest"
-    if tag is None and latest.is_file():
-        tag = latest.read_text(encoding="utf-8").strip()
+    tag = read_latest(checkpoint) if tag is None else tag
     folder = checkpoint / tag if tag else checkpoint
     tags = sorted(path.name for path in checkpoint.iterdir() if any(path.glob("*_model_states.pt")))
     if not folder.is_dir():

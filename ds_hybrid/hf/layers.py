@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ds_hybrid.engine.checkpoint import CARRIED_KEY, RECORD_NAME
+from ds_hybrid.engine.checkpoint import CARRIED_KEY, RECORD_NAME, described_slots, load_lazily
 from ds_hybrid.errors import CheckpointError, PlacementError
-from ds_hybrid.hf.files import CheckpointFiles, load
+from ds_hybrid.hf.files import CheckpointFiles
 from ds_hybrid.placement import ExpertPlacement
 from ds_hybrid.topology.layout import consecutive_groups
 
@@ -123,7 +123,7 @@ def _layer(
     folder: Path,
 ) -> SavedLayer:
     recorded = record.placements.get(name)
-    in_files = carried.get(name) if converted is None else _described(converted)
+    in_files = carried.get(name) if converted is None else described_slots(converted)
     if recorded is not None and in_files is not None and [list(rank) for rank in recorded] != in_files:
         raise CheckpointError(
             f"{folder / RECORD_NAME}: placements of {name} is {recorded}, the other files say {in_files}. Both are "
@@ -147,17 +147,8 @@ def _layer(
     return SavedLayer(name, index, converted is not None, flat, placement.num_ranks)
 
 
-def _described(converted: Mapping[str, Any]) -> list[list[int]]:
-    """DeepSpeed's own description; of a checkpoint without one, the only layout that there was."""
-    descriptor = converted.get("expert_placement")
-    if descriptor is None:
-        return [list(group) for group in consecutive_groups(converted["num_experts"], converted["num_local_experts"])]
-    by_rank = {entry["rank"]: list(entry["experts"]) for entry in descriptor["ranks"]}
-    return [by_rank[rank] for rank in sorted(by_rank)]
-
-
 def _explicit_name(path: Path) -> str:
-    match = next(filter(None, map(_EXPLICIT_PATH.match, load(path))), None)
+    match = next(filter(None, map(_EXPLICIT_PATH.match, load_lazily(path))), None)
     if match is None:
         raise CheckpointError(f"{path}: holds no expert of a MoE layer. Save the checkpoint again.")
     return match["path"]

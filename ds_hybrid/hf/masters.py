@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_hybrid.engine.checkpoint import load_lazily
 from ds_hybrid.engine.partitions import paddings_of_groups, runs_of_partition
 from ds_hybrid.errors import CheckpointError
-from ds_hybrid.hf.files import CheckpointFiles, load
+from ds_hybrid.hf.files import CheckpointFiles
 
 GroupsOf = Callable[[str], Sequence[Sequence[int]]]
 """All expert-parallel groups, by a name such as "ep_size_4"."""
@@ -88,10 +89,10 @@ def masters_of_stage_3(files: CheckpointFiles) -> Masters:
 
 
 def _fragments_of_stages_1_and_2(files: CheckpointFiles, groups_of: GroupsOf) -> Iterator[Fragment]:
-    model_states = {tp: load(files.model_states[0, tp]) for tp in range(files.tp_size)}
+    model_states = {tp: load_lazily(files.model_states[0, tp]) for tp in range(files.tp_size)}
     partition_sizes: dict[tuple[int, int, int], int] = {}
     for dp, tp in sorted(files.shards):
-        state = load(files.shards[dp, tp])["optimizer_state_dict"]
+        state = load_lazily(files.shards[dp, tp])["optimizer_state_dict"]
         shapes_of_groups = model_states[tp]["param_shapes"]
         paddings = paddings_of_groups(state, shapes_of_groups)
         if not isinstance(state["base_optimizer_state"], dict):
@@ -127,8 +128,8 @@ def _place(rank: int, name: str, groups_of: GroupsOf) -> tuple[int, int, int]:
 
 def _fragments_of_stage_3(files: CheckpointFiles) -> Iterator[Fragment]:
     for dp, tp in sorted(files.shards):
-        state = load(files.shards[dp, tp])["optimizer_state_dict"]
-        model_state = load(files.model_states[dp, tp])
+        state = load_lazily(files.shards[dp, tp])["optimizer_state_dict"]
+        model_state = load_lazily(files.model_states[dp, tp])
         layer: Mapping[str, Any] = next(iter(model_state["ds_autoep_layers"] or ()), {})
         groups = state.get("ds_zero_partition_groups") or [{}] * len(state["fp32_flat_groups"])
         for shapes, flat, group in zip(model_state["param_shapes"], state["fp32_flat_groups"], groups, strict=True):

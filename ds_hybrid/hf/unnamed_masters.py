@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_hybrid.hf.files import CheckpointFiles, load
+from ds_hybrid.engine.checkpoint import load_lazily
+from ds_hybrid.hf.files import CheckpointFiles
 from ds_hybrid.hf.masters import Masters
 
 Weights = Mapping[tuple[str, int], Tensor]
@@ -26,7 +27,7 @@ def masters_without_zero(files: CheckpointFiles, weights_of_run: Callable[[], We
     Args:
         weights_of_run: gives those of the model, in the dtype that it trained in.
     """
-    optimizers = {place: load(path)["optimizer"] or {} for place, path in sorted(files.optimizers.items())}
+    optimizers = {place: load_lazily(path)["optimizer"] or {} for place, path in sorted(files.optimizers.items())}
     if not any(key.startswith("fp32_groups") for optimizer in optimizers.values() for key in optimizer):
         return Masters()
     weights = weights_of_run()

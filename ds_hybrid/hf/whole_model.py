@@ -12,9 +12,10 @@ import torch
 from deepspeed.checkpoint.affine import ParamAffineMap
 from torch import Tensor
 
+from ds_hybrid.engine.checkpoint import load_lazily
 from ds_hybrid.errors import CheckpointError
 from ds_hybrid.hf.experts import expert_weights, logical_experts
-from ds_hybrid.hf.files import CheckpointFiles, find_files, load
+from ds_hybrid.hf.files import CheckpointFiles, find_files
 from ds_hybrid.hf.layers import SavedRecord, saved_layers
 from ds_hybrid.hf.masters import Masters, masters_of_stage_3, masters_of_stages_1_and_2
 from ds_hybrid.hf.unnamed_masters import Weights, masters_without_zero
@@ -54,7 +55,7 @@ class SavedModel:
 
     def __init__(self, files: CheckpointFiles) -> None:
         self.files = files
-        self._states = {tp: load(path) for (place, tp), path in sorted(files.model_states.items()) if place == 0}
+        self._states = {tp: load_lazily(path) for (place, tp), path in sorted(files.model_states.items()) if place == 0}
         self._state = self._states[0]
         # Of the parameters that train, as each tensor-parallel rank has them.
         self._shapes: dict[int, dict[str, Sequence[int]]] = {
@@ -125,7 +126,7 @@ class SavedModel:
             raise CheckpointError(
                 f"{self.files.folder}: no file holds {name}. Save the checkpoint without exclude_frozen_parameters."
             )
-        states = [load(self.files.model_states[place, tp]) for place in range(self._state["dp_world_size"])]
+        states = [load_lazily(self.files.model_states[place, tp]) for place in range(self._state["dp_world_size"])]
         fragments = [state["frozen_param_fragments"][name] for state in states]
         return torch.cat(fragments)[: math.prod(shape)].view(*shape)
 

@@ -21,14 +21,12 @@ from torch import Tensor
 from ds_hybrid.dispatch.collectives import RankGroup
 from ds_hybrid.dispatch.meter import Meter
 from ds_hybrid.errors import PlacementError
-from ds_hybrid.moe.autoep import HybridAutoEPLayer
+from ds_hybrid.moe.kinds import MoELayer
 from ds_hybrid.moe.layer import MoE
 from ds_hybrid.placement import ExpertPlacement
 from ds_hybrid.rebalance.fragments import Fragment, StateFinder, num_elements
 from ds_hybrid.rebalance.rounds import Round, plan_rounds
 from ds_hybrid.rebalance.transfers import Extent, Holding, Part, Transfer, bytes_of_state, transfers_of
-
-Layer = HybridAutoEPLayer | MoE
 
 CHECK_BYTES = 16
 """Of the checksum at the end of what a rank sends to another in a round."""
@@ -86,7 +84,7 @@ class _LayerPlan:
         holdings: of each of the D replicas.
     """
 
-    layer: Layer
+    layer: MoELayer
     grid: ExpertGrid
     rounds: tuple[Round, ...]
     live: Mapping[int, Mapping[Part, Fragment]]
@@ -103,7 +101,7 @@ class _LayerPlan:
 
 
 def move_experts(
-    layers: Sequence[Layer], targets: Mapping[str, ExpertPlacement], grids: Mapping[int, ExpertGrid], optimizer: Any
+    layers: Sequence[MoELayer], targets: Mapping[str, ExpertPlacement], grids: Mapping[int, ExpertGrid], optimizer: Any
 ) -> MoveReport:
     """Bring the experts to the ranks that ``targets`` names; the slots there are chosen for the fewest bytes.
 
@@ -144,7 +142,7 @@ _Live = dict[int, dict[Part, Fragment]]
 _Described = dict[int, dict[Part, Extent]]
 
 
-def _holding(layer: Layer, finder: StateFinder) -> tuple[_Live, _Described]:
+def _holding(layer: MoELayer, finder: StateFinder) -> tuple[_Live, _Described]:
     """What this rank holds of a layer's experts by slot and part: live, and described.
 
     Raises:
@@ -171,7 +169,7 @@ def _holding(layer: Layer, finder: StateFinder) -> tuple[_Live, _Described]:
     return live, described
 
 
-def _slot_tensors(layer: Layer) -> Iterator[list[_SlotTensor]]:
+def _slot_tensors(layer: MoELayer) -> Iterator[list[_SlotTensor]]:
     if isinstance(layer, MoE):
         for expert in layer.deepspeed_moe.experts.deepspeed_experts:
             yield [_SlotTensor(one, 0, num_elements(one)) for one in chain(expert.parameters(), expert.buffers())]
@@ -189,7 +187,7 @@ def _cut(fragment: Fragment, tensor: _SlotTensor) -> Fragment:
 
 
 def _agreed_plans(
-    layers: Sequence[Layer], targets: Mapping[str, ExpertPlacement], grids: Mapping[int, ExpertGrid], optimizer: Any
+    layers: Sequence[MoELayer], targets: Mapping[str, ExpertPlacement], grids: Mapping[int, ExpertGrid], optimizer: Any
 ) -> list[_LayerPlan]:
     """The plan of each layer, when all ranks have the same."""
     fault = None
@@ -326,7 +324,7 @@ def _compare(plans: object) -> None:
     _agree(None if alike else "find the same plan as the others", doing="begin")
 
 
-def expert_bytes(layer: Layer, finder: StateFinder) -> int:
+def expert_bytes(layer: MoELayer, finder: StateFinder) -> int:
     """The most bytes that this rank holds of one expert: what an expert that comes here brings along."""
     _, described = _holding(layer, finder)
     return max(bytes_of_state(described, slot) for slot in described)

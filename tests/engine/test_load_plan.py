@@ -135,7 +135,7 @@ def test_refusals(checkpoint: SavedCheckpoint, options: dict[str, Any], message:
 
 
 def test_deepspeeds_description_of_a_layer() -> None:
-    entry = {"num_experts": 4, "ep_size": 2}
+    entry = {"num_experts": 4, "num_local_experts": 2}
     ranks = [{"rank": 0, "experts": [3, 0]}, {"rank": 1, "experts": [1, 2]}]
     assert described_slots(entry) == [[0, 1], [2, 3]]
     assert described_slots({**entry, "expert_placement": {"ranks": ranks}}) == MOVED

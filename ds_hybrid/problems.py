@@ -112,7 +112,12 @@ def _locate(schema: dict[str, Any], loc: Sequence[str | int]) -> tuple[list[str]
 
 def _rule(schema: Mapping[str, Any], value: Any) -> str:
     hint = did_you_mean(value, _words(schema)) if isinstance(value, str) else ""
-    return f"must be {_either(_alternatives(schema))}." + hint
+    return f"must be {values_of(schema)}." + hint
+
+
+def values_of(schema: Mapping[str, Any]) -> str:
+    """The values that a JSON schema allows, in words: ``an integer >= 1 or null``."""
+    return _either(_alternatives(schema))
 
 
 def _alternatives(schema: Mapping[str, Any]) -> list[str]:

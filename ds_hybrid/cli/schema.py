@@ -1,4 +1,7 @@
-"""``ds_hybrid schema``: the JSON schema of a ds_config, for editors to complete and check keys while one types."""
+"""``ds_hybrid schema``: the JSON schema of a ds_config, for editors to complete and check keys while one types.
+
+``--markdown`` writes the page about its keys in its place.
+"""
 
 import argparse
 import json
@@ -9,6 +12,7 @@ from pydantic import Field
 from pydantic.json_schema import GenerateJsonSchema
 
 from ds_hybrid import deepspeed_keys
+from ds_hybrid.cli.reference import REFERENCE_PATH, reference
 from ds_hybrid.config import HybridConfig
 from ds_hybrid.document import OUR_KEYS, DeepSpeedKeys
 from ds_hybrid.errors import ConfigError
@@ -19,6 +23,7 @@ _EXAMPLES = """examples:
   ds_hybrid schema
   ds_hybrid schema --check
   ds_hybrid schema --out /tmp/ds_hybrid.schema.json
+  ds_hybrid schema --markdown
 """
 
 
@@ -31,23 +36,29 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--markdown", action="store_true", help=f"the page of our keys instead: {REFERENCE_PATH}")
     action = parser.add_mutually_exclusive_group()
-    action.add_argument("--out", type=Path, default=SCHEMA_PATH, metavar="PATH", help=f"default: {SCHEMA_PATH}")
+    action.add_argument("--out", type=Path, metavar="PATH", help=f"default: {SCHEMA_PATH}")
     action.add_argument("--check", action="store_true", help=f"fail unless {SCHEMA_PATH} is current")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the schema, or compare it with the one in the working directory."""
-    text = json.dumps(build_schema(), indent=2) + "\n"
+    """Write the schema or the page, or compare it with the one in the working directory."""
+    own, text = (REFERENCE_PATH, reference()) if arguments.markdown else (SCHEMA_PATH, _schema_text())
+    path = arguments.out or own
     if not arguments.check:
-        arguments.out.write_text(text, encoding="utf-8")
-        print(f"{arguments.out}: written")
-    elif SCHEMA_PATH.read_text(encoding="utf-8") != text:
-        raise ConfigError(f"{SCHEMA_PATH}: not current. Run `ds_hybrid schema`.")
+        path.write_text(text, encoding="utf-8")
+        print(f"{path}: written")
+    elif path.read_text(encoding="utf-8") != text:
+        raise ConfigError(f"{path}: not current. Run `ds_hybrid schema{' --markdown' if arguments.markdown else ''}`.")
     else:
-        print(f"{SCHEMA_PATH}: current")
+        print(f"{path}: current")
     return 0
+
+
+def _schema_text() -> str:
+    return json.dumps(build_schema(), indent=2) + "\n"
 
 
 def build_schema() -> dict[str, Any]:

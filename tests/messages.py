@@ -19,7 +19,7 @@ _FEWEST_LETTERS = 6
 """Of what is constant in a message; a text with fewer only frames a message that is written elsewhere."""
 
 _KNOWS_ERRORS = re.compile(r"^from ds_hybrid\.(errors|problems) import", re.MULTILINE)
-_SENTENCE_END = re.compile(r"(?<=[\w)\]\"'`…])[.?!](?=\s|$)")
+_SENTENCE_END = re.compile(r"(?<=[\w)\]\"'`…])[.?!](?=\s|$|…$)")
 _HELP = frozenset({"description", "help", "epilog", "metavar", "title", "label"})
 _TELLERS = frozenset({"print", "tell", "write", "info", "warning", "debug", "log_dist", "add_argument", "add_parser"})
 
@@ -39,16 +39,21 @@ def messages_of(source: str, file: str) -> list[Message]:
     module = _Module(ast.parse(source), knows_errors=bool(_KNOWS_ERRORS.search(source)))
     for node in module.texts():
         head = head_of(module.pattern(node))
-        if len(re.findall(r"[A-Za-z]", head)) >= _FEWEST_LETTERS:
+        if _num_letters(head) >= _FEWEST_LETTERS:
             found.setdefault(head, Message(head, file, node.lineno))
     return sorted(found.values(), key=lambda message: message.line)
 
 
 def head_of(pattern: str) -> str:
-    """The first sentence of a message, without its full stop and on one line; two when the first is one word."""
-    sentences = _SENTENCE_END.split(" ".join(pattern.split()))
-    num_taken = 1 if len(sentences[0].split()) > 1 else 2
-    return ".".join(sentences[:num_taken]).replace("`", "")
+    """The first sentence of a message, without its full stop and on one line; more where it says next to nothing."""
+    first, *others = _SENTENCE_END.split(" ".join(pattern.split()))
+    while others and (" " not in first or _num_letters(first) < _FEWEST_LETTERS):
+        first = f"{first}.{others.pop(0)}"
+    return first.replace("`", "")
+
+
+def _num_letters(text: str) -> int:
+    return sum(character.isascii() and character.isalpha() for character in text)
 
 
 class _Module:

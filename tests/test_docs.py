@@ -1,0 +1,116 @@
+"""The pages of docs/ say what the package does: keys, ds_configs, commands and links."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import pkgutil
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hjson
+import pytest
+
+from ds_hybrid import cli, config
+from ds_hybrid.cli.reference import examples, reference
+from ds_hybrid.config import HybridConfig, find_problems, find_warnings
+
+ROOT = Path(__file__).parent.parent
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+BASE = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0}
+
+
+def blocks(page: Path, *languages: str) -> Iterator[str]:
+    """The fenced blocks of a page that name one of the languages; "" is none."""
+    for language, text in re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
+        if language in languages:
+            yield text
+
+
+def test_the_reference_is_current() -> None:
+    assert (ROOT / "docs" / "configuration.md").read_text() == reference(), "Run: ds_hybrid schema --markdown"
+
+
+def test_the_reference_has_every_key_once() -> None:
+    keys = {
+        f"{name}.{key}" if value is not None else name
+        for name, value in HybridConfig().model_dump().items()
+        for key in (value or {None: None})
+    }
+    text = reference()
+    assert set(examples()) == keys
+    assert all(len(re.findall(rf"^##+ {re.escape(key)}$", text, re.MULTILINE)) == 1 for key in keys)
+
+
+@pytest.mark.parametrize("path", examples())
+def test_every_example_is_valid_and_sets_its_key(path: str) -> None:
+    document = {**BASE, **examples()[path]}
+    assert find_problems(document, name="ds.json", world_size=8) == []
+    assert find_warnings(document, name="ds.json") == []
+    value: Any = document["ds_hybrid"]
+    for key in path.split("."):
+        value = value[key]
+    works = config.NOT_YET.get(f"ds_hybrid.{path}")
+    assert works is None or value in works
+
+
+def ds_configs() -> Iterator[tuple[str, str]]:
+    for page in PAGES:
+        for text in blocks(page, "json", "jsonc"):
+            if page.name != "configuration.md":
+                yield page.name, text
+
+
+@pytest.mark.parametrize(("page", "text"), ds_configs())
+def test_every_ds_config_of_a_page_is_right(page: str, text: str) -> None:
+    document = hjson.loads(text)
+    assert find_problems({**BASE, **document}, name=page, num_experts=16) == []
+    assert find_warnings({**BASE, **document}, name=page) == []
+
+
+def commands() -> Iterator[str]:
+    """The lines of all pages that call ``ds_hybrid``, but those in which square brackets mark what may be left out."""
+    for page in PAGES:
+        for text in blocks(page, "", "bash"):
+            for line in text.replace("\\\n", " ").splitlines():
+                if line.startswith("ds_hybrid ") and "[" not in line:
+                    yield line
+
+
+@pytest.mark.parametrize("line", sorted(set(commands())))
+def test_every_command_of_a_page_is_one(line: str) -> None:
+    parser = argparse.ArgumentParser()
+    sub_commands = parser.add_subparsers()
+    for module in pkgutil.iter_modules(cli.__path__):
+        add_command = getattr(importlib.import_module(f"ds_hybrid.cli.{module.name}"), "add_command", None)
+        if add_command is not None:
+            add_command(sub_commands)
+    parser.parse_args(shlex.split(line, comments=True)[1:])
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith("http"):
+            continue
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            broken.append(target)
+    assert broken == []
+
+
+def test_the_index_has_every_page() -> None:
+    index = (ROOT / "docs" / "README.md").read_text()
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert {page for page in pages if f"]({page})" not in index} == set()

@@ -17,6 +17,7 @@ import pytest
 from ds_hybrid import cli, config
 from ds_hybrid.cli.reference import examples, reference
 from ds_hybrid.config import HybridConfig, find_problems, find_warnings
+from ds_hybrid.topology.description import parse_cluster
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
@@ -45,7 +46,7 @@ def test_the_reference_has_every_key_once() -> None:
     assert all(len(re.findall(rf"^##+ {re.escape(key)}$", text, re.MULTILINE)) == 1 for key in keys)
 
 
-@pytest.mark.parametrize("path", examples())
+@pytest.mark.parametrize("path", list(examples()))
 def test_every_example_is_valid_and_sets_its_key(path: str) -> None:
     document = {**BASE, **examples()[path]}
     assert find_problems(document, name="ds.json", world_size=8) == []
@@ -58,17 +59,23 @@ def test_every_example_is_valid_and_sets_its_key(path: str) -> None:
 
 
 def ds_configs() -> Iterator[tuple[str, str]]:
+    """Each with the name of its page."""
     for page in PAGES:
         for text in blocks(page, "json", "jsonc"):
             if page.name != "configuration.md":
                 yield page.name, text
 
 
-@pytest.mark.parametrize(("page", "text"), ds_configs())
+@pytest.mark.parametrize(("page", "text"), list(ds_configs()))
 def test_every_ds_config_of_a_page_is_right(page: str, text: str) -> None:
     document = hjson.loads(text)
     assert find_problems({**BASE, **document}, name=page, num_experts=16) == []
     assert find_warnings({**BASE, **document}, name=page) == []
+
+
+@pytest.mark.parametrize("text", [text for page in PAGES for text in blocks(page, "yaml")])
+def test_every_machine_description_is_right(text: str) -> None:
+    assert parse_cluster(text, name="rack.yaml").num_ranks == 8
 
 
 def commands() -> Iterator[str]:

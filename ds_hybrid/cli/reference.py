@@ -55,7 +55,7 @@ _INTRODUCTION = """\
 
 Written by `ds_hybrid schema --markdown` from the models that check a ds_config. Do not edit it.
 
-The section stands in a ds_config beside DeepSpeed's own keys. Every key has a default, so `"ds_hybrid": {}` is complete.
+The section stands in a ds_config beside DeepSpeed's own keys. Every key has a default, so `"ds_hybrid": {}` is whole.
 An unknown key, ours or DeepSpeed's, is an error with the nearest right name. `ds_hybrid validate FILE` tells every
 problem of a file at once; `ds_configs/ds_hybrid.schema.json` lets an editor complete and check keys.
 """
@@ -91,15 +91,14 @@ def _sections() -> Iterator[str]:
             for key, inner in section.model_fields.items():
                 yield _key(f"{name}.{key}", inner, properties[key])
         else:
-            yield f"## {name}\n\n{guide}"
-            yield _key(name, field, schema["properties"][name])
+            yield _key(name, field, schema["properties"][name], level=2) + f"\n{guide}"
 
 
-def _key(path: str, field: FieldInfo, schema: Mapping[str, Any]) -> str:
+def _key(path: str, field: FieldInfo, schema: Mapping[str, Any], *, level: int = 3) -> str:
     works = config.NOT_YET.get(f"ds_hybrid.{path}")
     refused = f" This version refuses all but {listed(works)}." if works else ""
     return (
-        f"### {path}\n\n{field.description}\n\n"
+        f"{'#' * level} {path}\n\n{field.description}\n\n"
         f"- Value: {values_of(schema)}.{refused}\n- Default: `{show(field.default)}`\n\n"
         f"```json\n{json.dumps(_example(path, field))}\n```\n"
     )

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from ds_hybrid.config import RebalanceConfig
 from ds_hybrid.placement import ExpertPlacement
 from ds_hybrid.rebalance.algorithms import (
     CONVERGED,
@@ -62,6 +63,10 @@ def num_moved(one: ExpertPlacement, other: ExpertPlacement) -> int:
 def halves(num_ranks: int) -> list[int]:
     """Two nodes, or one for odd numbers of ranks."""
     return [2 * rank // num_ranks if num_ranks % 2 == 0 else 0 for rank in range(num_ranks)]
+
+
+def test_a_ds_config_may_name_each_of_them() -> None:
+    assert get_args(RebalanceConfig.model_fields["algorithm"].annotation) == ALGORITHMS
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

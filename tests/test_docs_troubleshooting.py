@@ -12,7 +12,7 @@ from tests.messages import Message, head_of, messages_of
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "troubleshooting.md"
-ENTRY = re.compile(r"^- `([^`]+)` — *\n? *(.{3,})", re.MULTILINE)
+ENTRY = re.compile(r"^- `([^`]+)`\s+—\s+(\S)", re.MULTILINE)
 
 ROOMS: Mapping[str, str] = {
     "ds_hybrid/topology/": "Machines, links and hostfiles",
@@ -80,7 +80,7 @@ def test_every_message_is_explained_and_none_that_is_gone() -> None:
 def test_every_entry_is_read() -> None:
     """A line that looks like an entry and is not read as one would escape the check."""
     text = PAGE.read_text()
-    assert len(re.findall(r"^- `[^`]*…?[^`]*` —", text, re.MULTILINE)) == len(ENTRY.findall(text))
+    assert len(re.findall(r"^- ", text, re.MULTILINE)) == len(ENTRY.findall(text))
 
 
 SOURCE = '''

@@ -1,8 +1,8 @@
 """Hugging Face models whose attention reaches over the ranks that share a sequence.
 
 transformers looks attention up by name, and the mask that goes with it: a model whose config names ours calls
-:class:`SharedAttention` in every layer, and makes no mask of [L, L] pairs. What a query may see follows from the position
-ids and the padding of the whole sequence, which the ranks of a group tell each other once for a batch.
+:class:`SharedAttention` in every layer, and makes no mask of [L, L] pairs. What a query may see follows from the
+position ids and the padding of the whole sequence, which the ranks of a group tell each other once for a batch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ds_hybrid.attention.masks import Rule, Sight, documents_of
@@ -179,8 +178,8 @@ class SharedAttention:
             )
         if query.shape[2] != key.shape[2]:
             raise ConfigError(
-                f"{_SWITCH}: {query.shape[2]} queries and {key.shape[2]} keys: text is generated from a cache. Generate "
-                'with model.set_attn_implementation("sdpa"), every rank its own text.'
+                f"{_SWITCH}: {query.shape[2]} queries and {key.shape[2]} keys: text is generated from a cache. "
+                'Generate with model.set_attn_implementation("sdpa"), every rank its own text.'
             )
         if position_ids is None or position_ids.ndim != 2:
             shape = "none" if position_ids is None else list(position_ids.shape)

@@ -21,13 +21,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ds_hybrid.attention.choose import Schedule
+from ds_hybrid.attention.choose import SCORES_BYTES, Schedule
 from ds_hybrid.attention.exchange import Arrival, Exchanges, KVFormat
 from ds_hybrid.attention.masks import Sight, Tile, split_work
 from ds_hybrid.attention.passes import BackwardPass, Block, ForwardPass
 from ds_hybrid.attention.shards import KeyBlock
 
-SCORES_BYTES = 64 * 2**20
 _SCORES_ROWS = 512
 
 
@@ -87,7 +86,7 @@ class Gathering:
     def num_kept(self) -> int:
         """Pieces that stay for a backward; the same on every rank."""
         wire_bytes = self.kv.row_bytes * self.sight.shards.padded_length
-        return min(self.num_pieces, self.schedule.keep_bytes * self.num_pieces // wire_bytes)
+        return replace(self.schedule, num_pieces=self.num_pieces).num_kept(wire_bytes)
 
 
 def blocks_forward(call: Gathering, own: Block, run: ForwardPass) -> list[Tensor]:

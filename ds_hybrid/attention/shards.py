@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -111,7 +112,7 @@ class Shards:
                     for i, chunk in enumerate(self.chunks(rank))
                 ),
             )
-            for begin, end in zip(bounds, bounds[1:], strict=False)
+            for begin, end in pairwise(bounds)
         )
 
     def piece_rows(self, num_pieces: int) -> tuple[tuple[slice, ...], ...]:
@@ -120,7 +121,7 @@ class Shards:
         num_parts = len(self.chunks(0))
         return tuple(
             tuple(slice(i * self.chunk_length + begin, i * self.chunk_length + end) for i in range(num_parts))
-            for begin, end in zip(bounds, bounds[1:], strict=False)
+            for begin, end in pairwise(bounds)
         )
 
     def _bounds(self, num_pieces: int) -> list[int]:

@@ -141,7 +141,8 @@ def choose(
 ) -> tuple[Schedule, str]:
     """The schedule, and why, in words.
 
-    Of schedules that are quickest to 2 %, the one that holds the least. ``"auto"`` does not take ``"whole"``, which
+    Of schedules that are quickest to 2 %, the one that holds the least, or, where a limit says what may be held, the
+    one that leaves the link free the longest. ``"auto"`` does not take ``"whole"``, which
     holds everything and hides least.
 
     Args:
@@ -158,10 +159,8 @@ def choose(
         for schedule in _candidates(attention)
         if choice in ("auto", schedule.variant) and (schedule.variant != "whole" or choice == "whole")
     ]
-    seconds = {
-        schedule: sum(passed.total for passed in forecast(schedule, attention, speed, matmul_flops))
-        for schedule in candidates
-    }
+    passes = {schedule: forecast(schedule, attention, speed, matmul_flops) for schedule in candidates}
+    seconds = {schedule: sum(timeline.total for timeline in both) for schedule, both in passes.items()}
     fitting = [s for s in candidates if memory_bytes is None or held_bytes(s, attention) <= memory_bytes]
     limit = "" if memory_bytes is None else f" within {_megabytes(memory_bytes)}"
     if not fitting:
@@ -169,8 +168,12 @@ def choose(
         return best, f"{best}: nothing stays{limit}, this holds the least, {_megabytes(held_bytes(best, attention))}"
     quickest = min(seconds[schedule] for schedule in fitting)
     quick = [schedule for schedule in fitting if seconds[schedule] <= quickest * (1 + _AS_QUICK)]
-    best = min(quick, key=lambda schedule: (held_bytes(schedule, attention), seconds[schedule]))
-    return best, _reason(best, choice, seconds, attention, speed, matmul_flops) + limit
+    if memory_bytes is None:
+        best = min(quick, key=lambda schedule: (held_bytes(schedule, attention), seconds[schedule]))
+    else:
+        best = min(quick, key=lambda schedule: sum(timeline.busy for timeline in passes[schedule]))
+    exposed = sum(timeline.exposed for timeline in passes[best])
+    return best, _reason(best, choice, seconds, exposed, attention.kv) + limit
 
 
 def held_bytes(schedule: Schedule, attention: Attention) -> int:
@@ -203,17 +206,9 @@ def _keeping(schedule: Schedule, attention: Attention, memory_bytes: int | None)
     return replace(schedule, keep_bytes=max(0, memory_bytes - held_bytes(schedule, attention)))
 
 
-def _reason(
-    best: Schedule,
-    choice: Choice,
-    seconds: dict[Schedule, float],
-    attention: Attention,
-    speed: GroupSpeed,
-    matmul_flops: float,
-) -> str:
-    exposed = sum(passed.exposed for passed in forecast(best, attention, speed, matmul_flops))
+def _reason(best: Schedule, choice: Choice, seconds: dict[Schedule, float], exposed: float, kv: KVShape) -> str:
     words = f"{best}: {_milliseconds(seconds[best])} a layer, forward and backward, {_milliseconds(exposed)} exposed"
-    kept = best.num_kept(gathered_bytes(attention.kv)) if best.variant == "blocks" else 0
+    kept = best.num_kept(gathered_bytes(kv)) if best.variant == "blocks" else 0
     if kept:
         words += f", {kept} pieces kept for backward"
     if choice != "auto":

@@ -151,7 +151,7 @@ class Sight:
         if kind == "empty":
             return
         longest = max(queries.length, keys.length)
-        if longest <= (MASK_ROWS if kind == "masked" else largest):
+        if longest <= (min(MASK_ROWS, largest) if kind == "masked" else largest):
             yield Tile(_rows(queries), _rows(keys), kind)
             return
         # A causal tile stays square: both sides are cut alike.

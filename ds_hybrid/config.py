@@ -99,7 +99,8 @@ class AttentionConfig(_Section):
     memory_bytes: int | None = Field(
         default=None,
         ge=1,
-        description="What keys and values of other ranks may take at once in a layer, in bytes; null: no limit.",
+        description="What keys, values and gradients of other ranks may take in a layer, in bytes; what is left of it "
+        "keeps some for backward. null: no limit, and none kept.",
     )
 
 

@@ -31,7 +31,7 @@ class ScheduledAttention:
         group: the ranks that share sequences.
         choice: a variant, or ``"auto"``.
         wire_dtype: how keys and values travel.
-        memory_bytes: what the keys and values of other ranks may take at once in a layer; None: no limit.
+        memory_bytes: what the keys, values and gradients of other ranks may take in a layer; see ``choose``.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class ScheduledAttention:
             value_bytes=key.element_size(),
             wire_dtype=self.wire_dtype,
         )
-        attention = self._of(Attention(shape, query.shape[1], sight.rule.causal))
+        attention = self._of(Attention(shape, query.shape[1], sight.rule.causal, sight.rule.window))
         return attention(query, key, value, sight, scale=scale, dropout=dropout)
 
     @property

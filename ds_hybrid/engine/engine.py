@@ -313,10 +313,9 @@ class MoEEngine(DeepSpeedEngine):
 
     def clip_fp32_gradients(self) -> None:
         """Clip by the norm of the whole model, experts of all ranks and shards of AutoTP included."""
-        ours = self.sequence_parallel is not None
-        if self.has_moe_layers and (
-            ours or self.mpu in (None, groups)
-        ):  # AutoTP makes the module of the groups the mpu
+        # AutoTP makes the module of the groups the mpu.
+        is_known = self.mpu in (None, groups) or self.sequence_parallel is not None
+        if self.has_moe_layers and is_known:
             self._global_grad_norm = float(clip_gradients(self.module.parameters(), self.gradient_clipping()))
         else:
             super().clip_fp32_gradients()

@@ -1,9 +1,9 @@
 """Whole batches become the shards of the ranks that share their sequences, with all that the loss needs.
 
-Every rank of a sequence-parallel group reads the same batch, and takes its part of every row. The loss is the mean over
-the real tokens of an optimizer step, whichever ranks and micro-batches they lie on: a rank divides the sum of its losses by
-``num_items_in_batch``, the mean number of real tokens of a rank and micro-batch, and DeepSpeed takes the mean over ranks
-and micro-batches.
+Every rank of a sequence-parallel group reads the same batch, and takes its part of every row. The loss is the mean
+over the real tokens of an optimizer step, whichever ranks and micro-batches they lie on: a rank divides the sum of its
+losses by ``num_items_in_batch``, the mean number of real tokens of a rank and micro-batch, and DeepSpeed takes the mean
+over ranks and micro-batches.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """The ranks that share a sequence, and what DeepSpeed must know of them so that gradients come out right.
 
-To ZeRO and to the experts, a rank with a part of a sequence is a rank with tokens of its own, like any other: states are
-parted over all ranks, gradients are their mean over all ranks. Only samples are counted and dealt out by sequence.
+To ZeRO and to the experts, a rank with a part of a sequence is a rank with tokens of its own, like any other: states
+are parted over all ranks, gradients are their mean over all ranks. Only samples are counted and dealt out by sequence.
 
 DeepSpeed 0.19.8 has notions of sequence parallelism of its own, and none of them is right with experts at every stage.
 With a mesh, ZeRO averages dense gradients over the data-parallel ranks alone
-(``deepspeed.utils.groups._get_sequence_data_parallel_group``), and the ranks of one sequence drift apart. Where it knows
-a ``sequence_parallel_size``, it divides by the number of sequences in place of ranks, but not the experts' gradients
-without ZeRO, and nothing that stage 3 reduces and scatters (``__avg_scatter_grads``). So :class:`SequenceGroups`, an mpu,
-leaves that size out.
+(``deepspeed.utils.groups._get_sequence_data_parallel_group``), and the ranks of one sequence drift apart. Where it
+knows a ``sequence_parallel_size``, it divides by the number of sequences in place of ranks, but not the experts'
+gradients without ZeRO, and nothing that stage 3 reduces and scatters (``__avg_scatter_grads``). So
+:class:`SequenceGroups`, an mpu, leaves that size out.
 """
 
 from __future__ import annotations

@@ -35,12 +35,12 @@ def token_loss(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
 def balance_loss(
     router_logits: Sequence[Tensor], attention_mask: Tensor | None, groups: SequenceGroups, *, top_k: int
 ) -> Tensor:
-    """The loss that keeps experts evenly busy over the tokens of whole sequences: a value whose mean over the ranks is it.
+    """The loss that keeps experts evenly busy over whole sequences, as a value whose mean over the ranks it is.
 
     What transformers computes of unsharded router logits: E * sum over e of (share of tokens that chose e) * (mean
     probability of e), over the tokens of all layers. Shares and the number of tokens are those of all ranks of the
-    group, so that the mean over ranks is the loss of the whole. The mean of losses that each rank had by itself would ask
-    for evenness within each shard too.
+    group, so that the mean over ranks is the loss of the whole. The mean of losses that each rank had by itself would
+    ask for evenness within each shard too.
 
     Args:
         router_logits: of each layer [T, E], the T = B * Ls tokens of this rank.

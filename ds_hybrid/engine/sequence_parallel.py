@@ -84,15 +84,17 @@ class SequenceParallel:
         Cross entropy of the shard's tokens, and the model's balance loss over whole sequences where the outputs hold
         router logits (``output_router_logits``).
         """
-        loss = token_loss(outputs.logits, batch)
+        return token_loss(outputs.logits, batch) + self.balance_loss(outputs, batch)
+
+    def balance_loss(self, outputs: Any, batch: Mapping[str, Any]) -> Tensor | float:
+        """That part of :meth:`loss`, times the model's coefficient; 0 without one or without router logits."""
         router_logits = getattr(outputs, "router_logits", None)
         config = self._engine.module.config.get_text_config()
         coefficient = getattr(config, "router_aux_loss_coef", 0)
         if not router_logits or not coefficient:
-            return loss
+            return 0.0
         mask = batch.get("attention_mask")
-        part = balance_loss(router_logits, mask, self.groups, top_k=config.num_experts_per_tok)
-        return loss + coefficient * part
+        return coefficient * balance_loss(router_logits, mask, self.groups, top_k=config.num_experts_per_tok)
 
     def mean(self, loss: Tensor) -> Tensor:
         """The mean over all ranks of what :meth:`loss` gave to each: the loss of all sequences; [] float32. Collective.

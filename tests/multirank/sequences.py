@@ -38,12 +38,13 @@ class Sequences:
     bf16: bool = False
     adam: bool = False
     num_steps: int = 5
+    given_length: int | None = None  # None: one of the kind
     attention: dict[str, Any] = field(default_factory=dict, hash=False)  # more of that section
     changes: dict[str, Any] = field(default_factory=dict, hash=False)  # of the ds_config
 
     @property
     def length(self) -> int:
-        return {"whole": 13, "packed": 16, "padded": 15}[self.kind]
+        return self.given_length or {"whole": 13, "packed": 16, "padded": 15}[self.kind]
 
     def ds_config(self) -> dict[str, Any]:
         return {

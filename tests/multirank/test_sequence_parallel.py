@@ -292,6 +292,7 @@ def samples_of_loader() -> tuple[int, list[int], int]:
     engine, _, loader, _ = ds_hybrid.initialize(
         model=model, model_parameters=model.parameters(), config=run.ds_config(), training_data=samples
     )
+    loader.num_local_io_workers = 0  # these ranks may not start processes
     sequences = engine.sequence_parallel
     shards = list(sequences.batches(loader))
     engine.destroy()

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -55,16 +55,20 @@ class Gathering:
     def num_pieces(self) -> int:
         return len(self._piece_rows)
 
-    @property
+    @cached_property
     def _piece_rows(self) -> tuple[tuple[slice, ...], ...]:
         return self.sight.shards.piece_rows(self.schedule.num_pieces)
+
+    @cached_property
+    def _pieces(self) -> tuple[tuple[KeyBlock, ...], ...]:
+        return tuple(self.sight.shards.pieces(rank, self.schedule.num_pieces) for rank in range(self.num_ranks))
 
     def piece(self, of_shard: Tensor, number: int) -> Tensor:
         """[B, KV, shard_length, D] -> [B, KV, R, D]."""
         return torch.cat([of_shard[:, :, rows] for rows in self._piece_rows[number]], 2)
 
     def piece_of(self, rank: int, number: int) -> KeyBlock:
-        return self.sight.shards.pieces(rank, self.schedule.num_pieces)[number]
+        return self._pieces[rank][number]
 
     def others(self) -> Sequence[int]:
         """The other ranks, the nearest first."""

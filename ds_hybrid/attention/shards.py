@@ -71,11 +71,11 @@ class Shards:
                 f"a sequence of {self.num_tokens} tokens over {self.num_ranks} ranks: both must be at least 1."
             )
 
-    @property
+    @cached_property
     def num_chunks(self) -> int:
         return 2 * self.num_ranks if self.order == "balanced" else self.num_ranks
 
-    @property
+    @cached_property
     def chunk_length(self) -> int:
         return -(-self.num_tokens // self.num_chunks)
 

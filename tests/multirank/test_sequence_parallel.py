@@ -154,6 +154,14 @@ def test_bf16(four_ranks: RankPool, zero_stage: int) -> None:
         assert found.loss <= 0.05
 
 
+@pytest.mark.parametrize("kv_gather", ["blocks", "ring"])
+def test_fp8_on_the_wire(four_ranks: RankPool, kv_gather: str) -> None:
+    """Rounded, and only keys and values."""
+    run = Sequences(kv_gather=kv_gather, attention={"wire_dtype": "fp8_e4m3"}, kind="packed", num_steps=1)
+    for found in four_ranks.run(errors, run):
+        assert 0 < found.loss <= 0.02
+
+
 def test_evaluation_gives_the_logits_of_the_plain_model(four_ranks: RankPool) -> None:
     for kind in KINDS:
         for difference in four_ranks.run(logits_difference, Sequences(kind=kind, zero_stage=3)):  # type: ignore[arg-type]

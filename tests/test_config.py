@@ -106,7 +106,8 @@ def test_section_is_read_and_frozen() -> None:
         ({"rebalance": {"threshold": 1}}, "ds_hybrid.rebalance.threshold = 1 (x.json): must be a number > 1 or null."),
         (
             {"attention": {"wire_dtype": "fp16"}},
-            'ds_hybrid.attention.wire_dtype = "fp16" (x.json): must be one of auto, bf16, fp8_e4m3.',
+            'ds_hybrid.attention.wire_dtype = "fp16" (x.json): must be one of auto, bf16, fp8_e4m3. '
+            'Did you mean "bf16"?',
         ),
         (
             {"attention": {"memory_bytes": 0}},
@@ -433,11 +434,13 @@ def test_ulysses_is_left_to_deepspeed() -> None:
         ),
         (
             {"data_parallel_size": 8},
-            "data_parallel_size = 8 (x.json): must be world_size 8 / sequence_parallel_size 2. Remove it, or set it to 4.",
+            "data_parallel_size = 8 (x.json): must be world_size 8 / sequence_parallel_size 2. Remove it, "
+            "or set it to 4.",
         ),
         (
             {"sequence_parallel_size": 3},
-            "world_size = 8 (x.json): must be a multiple of sequence_parallel_size 3 = 3. Set it to 6 or 9.",
+            "world_size = 8 (x.json): must be a multiple of tensor_parallel.autotp_size 1 x "
+            "sequence_parallel_size 3 = 3. Set it to 6 or 9.",
         ),
     ],
 )

@@ -21,7 +21,7 @@ SCORES_BYTES = 64 * 2**20
 """Scores that ``"whole"`` holds while values are on their way."""
 
 _NUM_PIECES = (2, 4, 8, 16)
-_FEWEST_ROWS = 64
+_FEWEST_ROWS = 128
 """Of a piece: smaller ones cost kernels more than they hide."""
 _AS_QUICK = 0.02
 

@@ -144,8 +144,9 @@ class _KVGather(torch.autograd.Function):
 def _check(query: Tensor, key: Tensor, value: Tensor, sight: Sight, group: RankGroup, dropout: float) -> None:
     if dropout:
         raise ConfigError(
-            f"attention dropout {dropout}: must be 0 where keys and values are gathered: a kernel draws its random numbers "
-            "by places in its own tile, so it would drop other scores than one process does. Set attention_dropout to 0."
+            f"attention dropout {dropout}: must be 0 where keys and values are gathered: a kernel draws its random "
+            "numbers by places in its own tile, so it would drop other scores than one process does. Set "
+            "attention_dropout to 0."
         )
     length = sight.shards.shard_length
     fits = (

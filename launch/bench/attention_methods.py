@@ -125,8 +125,8 @@ def _full(case: Case) -> Callable[[Tensor], Tensor]:
 
 def _ulysses(case: Case, group: RankGroup) -> Callable[[Tensor], Tensor]:
     def local(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        heads_first = (x.transpose(1, 2) for x in (query, key, value))
-        return scaled_dot_product_attention(*heads_first, is_causal=case.causal, enable_gqa=True).transpose(1, 2)
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        return scaled_dot_product_attention(query, key, value, is_causal=case.causal, enable_gqa=True).transpose(1, 2)
 
     attention = DistributedAttention(local, group.process_group, scatter_idx=2, gather_idx=1)
 

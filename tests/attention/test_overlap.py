@@ -36,17 +36,19 @@ def layer(case: Case, num_ranks: int) -> Attention:
     return Attention(kv, case.num_heads, case.causal)
 
 
-def speed_of(case: Case, num_ranks: int, rho: float) -> tuple[GroupSpeed, float]:
-    """The link, and the unit in its seconds."""
+def speed_of(case: Case, num_ranks: int, rho: float, latency: float = 0.0) -> tuple[GroupSpeed, float]:
+    """The link, and the unit in its seconds. ``latency`` is in units."""
     attention = layer(case, num_ranks)
     unit = attention.seconds(case.head_dim, 1.0)
     gathered = (num_ranks - 1) * attention.kv.shard_length * attention.kv.key_wire_bytes
-    return GroupSpeed(latency=0.0, bandwidth=gathered / (rho * unit)), unit
+    return GroupSpeed(latency=latency * unit, bandwidth=gathered / (rho * unit)), unit
 
 
-def run(schedule: Schedule, case: Case, num_ranks: int, rho: float, rank: int = 0) -> tuple[Timeline, Timeline]:
+def run(
+    schedule: Schedule, case: Case, num_ranks: int, rho: float, *, rank: int = 0, latency: float = 0.0
+) -> tuple[Timeline, Timeline]:
     """Forward and backward, in units."""
-    speed, unit = speed_of(case, num_ranks, rho)
+    speed, unit = speed_of(case, num_ranks, rho, latency)
     clock = Clock(speed)
     attention = KVGatherAttention(Mirror(num_ranks, rank, clock), schedule, kernel=TimedKernel(clock))
     local = make_tensors(case).to(torch.float32).shard(case.shards(num_ranks), rank)
@@ -88,13 +90,15 @@ def test_the_default_hides_nine_tenths_of_forward_and_all_of_backward() -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [4, 8])
-@pytest.mark.parametrize("rho", [0.25, 0.5, 1.0, 2.0])
+@pytest.mark.parametrize(("rho", "latency"), [(0.25, 0.0), (0.5, 0.0), (1.0, 0.0), (2.0, 0.0), (0.5, 0.07)])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_the_forecast_is_the_schedule(name: str, rho: float, num_ranks: int) -> None:
+def test_the_forecast_is_the_schedule(name: str, rho: float, latency: float, num_ranks: int) -> None:
     """What choose.py computes by hand is what the code does, to rounding."""
-    speed, unit = speed_of(BIDIRECTIONAL, num_ranks, rho)
+    speed, unit = speed_of(BIDIRECTIONAL, num_ranks, rho, latency)
     predicted = forecast(SCHEDULES[name], layer(BIDIRECTIONAL, num_ranks), speed, 1.0)
-    for found, timeline in zip(run(SCHEDULES[name], BIDIRECTIONAL, num_ranks, rho), predicted, strict=True):
+    for found, timeline in zip(
+        run(SCHEDULES[name], BIDIRECTIONAL, num_ranks, rho, latency=latency), predicted, strict=True
+    ):
         expected = _in_units(timeline, unit)
         assert (found.total, found.busy, found.exposed) == pytest.approx(
             (expected.total, expected.busy, expected.exposed), abs=1e-9

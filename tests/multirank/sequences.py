@@ -89,9 +89,11 @@ def whole_batch(run: Sequences, micro_step: int, sequence: int) -> dict[str, Ten
         batch["position_ids"] = (torch.arange(run.length) - starts).expand(2, -1).contiguous()
         batch["labels"][batch["position_ids"] == 0] = -100
     if run.kind == "padded":
-        lengths = torch.tensor([run.length - 1 - sequence - micro_step % 3, 2 + micro_step])
-        batch["attention_mask"] = (torch.arange(run.length) < lengths[:, None]).long()
+        begin, end = 1 + sequence + micro_step % 3, 2 + micro_step
+        places = torch.arange(run.length)
+        batch["attention_mask"] = torch.stack([places >= begin, places < end]).long()
         batch["labels"][batch["attention_mask"] == 0] = -100
+        batch["labels"][0, begin] = -100  # what padding says of it
     return batch
 
 

@@ -18,7 +18,7 @@ from ds_hybrid.document import (
 )
 from ds_hybrid.document import read_document as read_document  # for those who load: the rest of the file
 from ds_hybrid.errors import ConfigError
-from ds_hybrid.problems import ABSENT, Problem, listed, model_problems, value_at
+from ds_hybrid.problems import ABSENT, Problem, listed, model_problems, show, value_at
 
 Ranks = Annotated[tuple[int, ...], Strict(False)]  # not strict: JSON has lists where Python wants a tuple
 
@@ -90,7 +90,17 @@ class AttentionConfig(_Section):
     """Attention over a sequence that several ranks share."""
 
     kv_gather: Literal["off", "whole", "blocks", "ring", "auto"] = Field(
-        default="off", description="How keys and values are gathered under compute."
+        default="off", description="How keys and values are gathered under compute; auto picks by sizes and links."
+    )
+    wire_dtype: Literal["auto", "bf16", "fp8_e4m3"] = Field(
+        default="auto",
+        description="What a key or value is on its way to other ranks; auto sends its own dtype. Gradients stay whole.",
+    )
+    memory_bytes: int | None = Field(
+        default=None,
+        ge=1,
+        description="What keys, values and gradients of other ranks may take in a layer, in bytes; what is left of it "
+        "keeps some for backward. null: no limit, and none kept.",
     )
 
 
@@ -115,12 +125,13 @@ class HybridConfig(_Section):
     )
 
 
+_KV_GATHER: Final = "ds_hybrid.attention.kv_gather"
+
 # The tables below name the values that work; every other value is refused. A feature arrives by deleting its row.
 _Values = Mapping[str, tuple[Any, ...]]
 
 NOT_YET: Final[_Values] = MappingProxyType(
     {
-        "ds_hybrid.attention.kv_gather": ("off",),
         "ds_hybrid.observe.directory": (None,),
         "ds_hybrid.observe.routing_trace": (False,),
         "hybrid_engine.enabled": (False,),
@@ -151,6 +162,18 @@ NOT_WITH_REBALANCE: Final[_Values] = MappingProxyType(
     }
 )
 """The same for DeepSpeed's keys, when ``ds_hybrid.rebalance`` is enabled."""
+
+NOT_WITH_KV_GATHER: Final[_Values] = MappingProxyType(
+    {
+        "tensor_parallel.autotp_size": (0, 1),
+        "compile.deepcompile": (False,),
+        "compile.autoep_non_moe": (False,),
+        "zero_optimization.mics_shard_size": (-1,),
+        "zero_optimization.zero_hpz_partition_size": (1,),
+        "zero_optimization.zero_quantized_gradients": (False,),
+    }
+)
+"""The same for DeepSpeed's keys, when ``ds_hybrid.attention.kv_gather`` is on."""
 
 REPLACED: Final[_Values] = MappingProxyType(
     {
@@ -229,6 +252,7 @@ def find_problems(
         *_replicated_problems(document),
         *_tensor_parallel_problems(document),
         *_rebalance_problems(document),
+        *_sequence_problems(document, world_size),
         *_universal_problems(document),
     ]
     return [problem.line(name) for problem in problems]
@@ -326,6 +350,35 @@ def _rebalance_problems(document: Mapping[str, Any]) -> Iterator[Problem]:
     for path, value, works in _refused(document, NOT_WITH_REBALANCE):
         rule = f"experts cannot move with it. Set it to {listed(works)}, or ds_hybrid.rebalance.enabled to false."
         yield Problem(path, rule, value)
+
+
+def gathers_kv(document: Mapping[str, Any]) -> bool:
+    """Whether ds_hybrid shares sequences out over ranks; else ``sequence_parallel_size`` is DeepSpeed's business."""
+    return value_at(document, _KV_GATHER) in ("whole", "blocks", "ring", "auto")
+
+
+def _sequence_problems(document: Mapping[str, Any], world_size: int | None) -> Iterator[Problem]:
+    """What attention over sequences that several ranks share needs."""
+    if not gathers_kv(document):
+        return
+    mode = value_at(document, _KV_GATHER)
+    size = value_at(document, "sequence_parallel_size")
+    if size in (ABSENT, 1):
+        rule = (
+            "nothing to gather: sequence_parallel_size is 1. Set that to the number of ranks that share a sequence, or "
+            f'{_KV_GATHER} to "off".'
+        )
+        yield Problem(_KV_GATHER, rule, mode)
+    for path, value, works in _refused(document, NOT_WITH_KV_GATHER):
+        rule = f'not available with {_KV_GATHER} {show(mode)}. Set it to {listed(works)}, or {_KV_GATHER} to "off".'
+        yield Problem(path, rule, value)
+    num_replicas = value_at(document, "data_parallel_size")
+    shared_by = count_at(document, "sequence_parallel_size") or 1
+    if num_replicas is ABSENT or world_size is None or world_size % shared_by:
+        return
+    if num_replicas != world_size // shared_by:
+        rule = f"must be world_size {world_size} / sequence_parallel_size {shared_by}. Remove it, or set it to {{}}."
+        yield Problem("data_parallel_size", rule.format(world_size // shared_by), num_replicas)
 
 
 def _universal_problems(document: Mapping[str, Any]) -> Iterator[Problem]:

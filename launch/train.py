@@ -15,6 +15,7 @@ import sys
 import time
 import warnings
 import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -35,6 +36,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import PretrainedConfig
 
 import ds_hybrid
+from ds_hybrid.engine.sequence_batches import IGNORED
 from ds_hybrid.errors import CheckpointError, ConfigError, HybridError
 from ds_hybrid.observe.stats import MoEStats
 
@@ -209,9 +211,10 @@ def load_checkpoint(engine: Any, options: Options) -> int:
 
 
 def share_out(engine: Any, corpus: Corpus, options: Options) -> Data:
-    """This rank's part of the text: ranks that hold parts of one model replica read the same."""
+    """This rank's part of the text: ranks that hold parts of one model replica, or of one sequence, read the same."""
+    sequences = engine.sequence_parallel
     shard = Shard(
-        rank=dist.get_rank(group=engine.data_parallel_group),
+        rank=dist.get_rank(group=engine.data_parallel_group) if sequences is None else sequences.sequence,
         world=engine.dp_world_size,
         batch_size=engine.train_micro_batch_size_per_gpu(),
     )
@@ -225,12 +228,14 @@ def train_step(engine: Any, data: Data, step: int) -> Step:
     num_micro_batches = engine.gradient_accumulation_steps()
     lr = engine.get_lr()[0]
     mean_loss = torch.zeros((), device=engine.device)
-    for micro_step in range(step * num_micro_batches, (step + 1) * num_micro_batches):
-        batch = train_batch(data.train, micro_step, data.shard, seed=data.seed)
+    steps = range(step * num_micro_batches, (step + 1) * num_micro_batches)
+    windows = (train_batch(data.train, micro_step, data.shard, seed=data.seed) for micro_step in steps)
+    for batch in batches(engine, windows, per_step=num_micro_batches):
         losses, balance_loss = forward(engine, batch)
-        engine.backward(losses.mean() + balance_loss)
+        loss = losses.sum() / batch["num_items_in_batch"]
+        engine.backward(loss + balance_loss)
         engine.step()
-        mean_loss += losses.detach().mean() / num_micro_batches
+        mean_loss += loss.detach() / num_micro_batches
     dist.all_reduce(mean_loss)
     return Step(
         step=step + 1,
@@ -247,22 +252,40 @@ def evaluate(engine: Any, data: Data) -> Evaluation:
     engine.eval()
     total = torch.zeros(2, dtype=torch.float64, device=engine.device)
     with torch.no_grad():
-        for batch in data.held_out:
+        for batch in batches(engine, data.held_out, per_step=1):
             losses, _ = forward(engine, batch)
-            total += torch.stack([losses.sum(dtype=torch.float64), total.new_tensor(losses.numel())])
+            num_tokens = (batch["shift_labels"] != IGNORED).sum()
+            total += torch.stack([losses.sum(dtype=torch.float64), num_tokens.double()])
     engine.train()
     dist.all_reduce(total)
     engine.moe_stats()
     return Evaluation(loss=(total[0] / total[1]).item(), stats=stats)
 
 
-def forward(engine: Any, batch: NDArray[np.int64]) -> tuple[Tensor, Tensor | float]:
-    """On windows [B, seq_len + 1]: cross entropy of each next byte in nats, float32 [B * seq_len], and what to add to
-    its mean so that the router keeps the experts evenly busy (0 for a model that has no such loss, or has it off).
+def batches(engine: Any, windows: Iterable[NDArray[np.int64]], *, per_step: int) -> Iterator[dict[str, Tensor]]:
+    """Windows [B, seq_len + 1] as inputs of the model, on the device, with their targets ``shift_labels``; where ranks
+    share sequences, this rank's part. The losses of an optimizer step of ``per_step`` batches, divided by
+    ``num_items_in_batch``, have the mean over all tokens of the step as their mean over batches and ranks.
     """
-    tokens = torch.from_numpy(batch).to(engine.device)
-    outputs = engine(input_ids=tokens[:, :-1], use_cache=False)
-    losses = cross_entropy(outputs.logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+    all_tokens = (torch.from_numpy(window).to(engine.device) for window in windows)
+    whole = ({"input_ids": tokens[:, :-1], "shift_labels": tokens[:, 1:]} for tokens in all_tokens)
+    if engine.sequence_parallel is not None:
+        yield from engine.sequence_parallel.batches(whole, per_step=per_step)
+        return
+    for batch in whole:
+        yield {**batch, "num_items_in_batch": torch.tensor(batch["shift_labels"].numel(), device=engine.device)}
+
+
+def forward(engine: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | float]:
+    """Cross entropy of each next byte in nats, float32 [B * tokens], 0 at padding, and what to add to its mean so that
+    the router keeps the experts evenly busy (0 for a model that has no such loss, or has it off).
+    """
+    inputs = {key: batch[key] for key in ("input_ids", "position_ids", "attention_mask") if key in batch}
+    outputs = engine(**inputs, use_cache=False)
+    targets = batch["shift_labels"].flatten()
+    losses = cross_entropy(outputs.logits.float().flatten(0, 1), targets, ignore_index=IGNORED, reduction="none")
+    if engine.sequence_parallel is not None:
+        return losses, engine.sequence_parallel.balance_loss(outputs, batch)
     balance_loss = getattr(outputs, "aux_loss", None)
     if balance_loss is None:
         return losses, 0.0

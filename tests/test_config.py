@@ -10,19 +10,32 @@ import pytest
 from pydantic import ValidationError
 
 import ds_hybrid
-from ds_hybrid.config import NOT_YET, HybridConfig, broken_partition, find_problems, find_warnings, load
+from ds_hybrid.config import (
+    NOT_YET,
+    HybridConfig,
+    broken_partition,
+    find_problems,
+    find_warnings,
+    gathers_kv,
+    load,
+)
 from ds_hybrid.errors import ConfigError
 from ds_hybrid.problems import value_at
 
 GOOD: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0}
 RELEASE = f"ds_hybrid {ds_hybrid.__version__}"
 
+NOTHING_TO_GATHER = (
+    'ds_hybrid.attention.kv_gather = "{}" (x.json): nothing to gather: sequence_parallel_size is 1. Set that to the '
+    'number of ranks that share a sequence, or ds_hybrid.attention.kv_gather to "off".'
+)
+
 DESIGN_SECTION = """{
   "dispatch":  {"mode": "auto", "wire_dtype": "auto", "overlap_chunks": 1, "guard": true},
   "topology":  {"source": "auto", "expert_groups": "auto", "timeout_seconds": null},
   "rebalance": {"enabled": false, "algorithm": "swap", "interval": 50, "threshold": null, "load_half_life": 50,
                 "horizon": 200, "min_gain": 0.02, "dry_run": false},
-  "attention": {"kv_gather": "off"},
+  "attention": {"kv_gather": "off", "wire_dtype": "auto", "memory_bytes": null},
   "observe":   {"directory": null, "interval": 10, "routing_trace": false}
 }"""
 
@@ -92,9 +105,15 @@ def test_section_is_read_and_frozen() -> None:
         ({"plan": "auto"}, 'ds_hybrid.plan = "auto" (x.json): must be an object or null.'),
         ({"rebalance": {"threshold": 1}}, "ds_hybrid.rebalance.threshold = 1 (x.json): must be a number > 1 or null."),
         (
-            {"attention": {"kv_gather": "ring"}},
-            f'ds_hybrid.attention.kv_gather = "ring" (x.json): not available in {RELEASE}. Set it to "off".',
+            {"attention": {"wire_dtype": "fp16"}},
+            'ds_hybrid.attention.wire_dtype = "fp16" (x.json): must be one of auto, bf16, fp8_e4m3. '
+            'Did you mean "bf16"?',
         ),
+        (
+            {"attention": {"memory_bytes": 0}},
+            "ds_hybrid.attention.memory_bytes = 0 (x.json): must be an integer >= 1 or null.",
+        ),
+        ({"attention": {"kv_gather": "ring"}}, NOTHING_TO_GATHER.format("ring")),
         (
             {"observe": {"directory": "runs"}},
             f'ds_hybrid.observe.directory = "runs" (x.json): not available in {RELEASE}. Set it to null.',
@@ -354,7 +373,11 @@ def test_all_problems_of_a_file_come_at_once(tmp_path: Path, monkeypatch: pytest
         "zero_optimisation": {"stage": 1},
         "zero_optimization": {"stage": "1"},
         "expert_parallel": {"enabled": True, "autoep_size": 3, "score_apply": "pre"},
-        "ds_hybrid": {"dispatch": {"mode": "allgatther", "guard": 1}, "attention": {"kv_gather": "ring"}},
+        "ds_hybrid": {
+            "dispatch": {"mode": "allgatther", "guard": 1},
+            "attention": {"kv_gather": "ring"},
+            "observe": {"routing_trace": True},
+        },
     }
     Path("x.json").write_text(json.dumps(document))
     with pytest.raises(ConfigError) as caught:
@@ -368,10 +391,61 @@ def test_all_problems_of_a_file_come_at_once(tmp_path: Path, monkeypatch: pytest
         'ds_hybrid.dispatch.mode = "allgatther" (x.json): must be one of auto, alltoall, allgather, two_stage, '
         'hierarchical, replicated. Did you mean "allgather"?',
         "ds_hybrid.dispatch.guard = 1 (x.json): must be true or false.",
-        f'ds_hybrid.attention.kv_gather = "ring" (x.json): not available in {RELEASE}. Set it to "off".',
+        f"ds_hybrid.observe.routing_trace = true (x.json): not available in {RELEASE}. Set it to false.",
         f'expert_parallel.score_apply = "pre" (x.json): not available in {RELEASE} with expert_parallel. '
         'Set it to "auto" or "post".',
+        NOTHING_TO_GATHER.format("ring"),
     )
+
+
+SHARED: dict[str, Any] = {
+    **GOOD,
+    "sequence_parallel_size": 2,
+    "ds_hybrid": {"attention": {"kv_gather": "auto"}},
+}
+
+
+@pytest.mark.parametrize("kv_gather", ["whole", "blocks", "ring", "auto"])
+def test_sequences_over_ranks(kv_gather: str) -> None:
+    document = {**SHARED, "data_parallel_size": 2, "ds_hybrid": {"attention": {"kv_gather": kv_gather}}}
+    assert load(document, world_size=4).attention.kv_gather == kv_gather
+    assert gathers_kv(document)
+
+
+def test_ulysses_is_left_to_deepspeed() -> None:
+    document = {**SHARED, "data_parallel_size": 3, "tensor_parallel": {"autotp_size": 2}, "ds_hybrid": {}}
+    assert find_problems(document, name="x.json", world_size=8) == []
+    assert not gathers_kv(document)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sequence_parallel_size": 1}, NOTHING_TO_GATHER.format("auto")),
+        (
+            {"tensor_parallel": {"autotp_size": 2}},
+            'tensor_parallel.autotp_size = 2 (x.json): not available with ds_hybrid.attention.kv_gather "auto". Set it '
+            'to 0 or 1, or ds_hybrid.attention.kv_gather to "off".',
+        ),
+        (
+            {"compile": {"deepcompile": True}},
+            'compile.deepcompile = true (x.json): not available with ds_hybrid.attention.kv_gather "auto". Set it '
+            'to false, or ds_hybrid.attention.kv_gather to "off".',
+        ),
+        (
+            {"data_parallel_size": 8},
+            "data_parallel_size = 8 (x.json): must be world_size 8 / sequence_parallel_size 2. Remove it, "
+            "or set it to 4.",
+        ),
+        (
+            {"sequence_parallel_size": 3},
+            "world_size = 8 (x.json): must be a multiple of tensor_parallel.autotp_size 1 x "
+            "sequence_parallel_size 3 = 3. Set it to 6 or 9.",
+        ),
+    ],
+)
+def test_wrong_sequences(changes: dict[str, Any], message: str) -> None:
+    assert find_problems({**SHARED, **changes}, name="x.json", world_size=8) == [message]
 
 
 @pytest.mark.parametrize("argument", ["world_size", "num_experts"])

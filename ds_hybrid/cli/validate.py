@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ds_hybrid.cli.arguments import count
-from ds_hybrid.config import HybridConfig, check, find_warnings
+from ds_hybrid.config import HybridConfig, check, find_warnings, gathers_kv
 from ds_hybrid.document import count_at, experts_are_parallel, read_document
 from ds_hybrid.errors import ConfigError
 from ds_hybrid.problems import ABSENT, value_at
@@ -54,5 +54,7 @@ def summary(config: HybridConfig, document: Mapping[str, Any]) -> str:
     experts = "expert_parallel off"
     if experts_are_parallel(document):
         experts = f"EP size {count_at(document, 'expert_parallel.autoep_size') or 1}"
+    if gathers_kv(document):
+        experts += f", SP size {count_at(document, 'sequence_parallel_size')} (kv_gather {config.attention.kv_gather})"
     stage = value_at(document, "zero_optimization.stage")
     return f"dispatch {config.dispatch.mode}, {experts}, ZeRO stage {0 if stage is ABSENT else stage}"

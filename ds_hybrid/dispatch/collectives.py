@@ -8,6 +8,7 @@ from typing import Any
 
 import deepspeed.comm as dist
 import torch
+import torch.distributed as torch_dist
 from torch import Tensor
 
 from ds_hybrid.dispatch.meter import Meter
@@ -35,10 +36,14 @@ class Transfer:
         self._result = result
         self._sent = sent
 
-    def wait(self) -> Tensor:
-        """The received rows. On CUDA the current stream waits, not the host."""
+    def wait(self, *, timed: bool = True) -> Tensor:
+        """The received rows. On CUDA the current stream waits, not the host.
+
+        Args:
+            timed: whether ``exposed`` runs; not where a stream waits that computes nothing.
+        """
         if self._work is not None:
-            with self._exposed:
+            with self._exposed if timed else nullcontext():
                 self._work.wait()
         self._sent = None
         return self._result()
@@ -95,6 +100,23 @@ class RankGroup:
         work = dist.reduce_scatter_tensor(reduced, sent, group=self.process_group, async_op=True)
         return Transfer(work, lambda: reduced, sent, self.meter.exposed)
 
+    def shift(self, rows: Tensor) -> Transfer:
+        """To the next rank, the last one's to the first: [N, C], N equal on every rank -> the previous rank's."""
+        if self.size == 1:
+            return Transfer(None, lambda: rows)
+        self.meter.add_payload(_num_bytes(rows))
+        sent, received = rows.contiguous(), torch.empty_like(rows, memory_format=torch.contiguous_format)
+        following, previous = (
+            torch_dist.get_global_rank(self.process_group, (self.rank + step) % self.size) for step in (1, -1)
+        )
+        works = torch_dist.batch_isend_irecv(
+            [
+                torch_dist.P2POp(torch_dist.isend, sent, following, self.process_group),
+                torch_dist.P2POp(torch_dist.irecv, received, previous, self.process_group),
+            ]
+        )
+        return Transfer(_All(works), lambda: received, sent, self.meter.exposed)
+
     def all_reduce(self, values: Tensor) -> Transfer:
         """The sum over the ranks, on every rank; ``values`` stay. Counts what a ring moves: 2 (P-1)/P of the bytes."""
         if self.size == 1:
@@ -131,6 +153,17 @@ class RankGroup:
             async_op=True,
         )
         return Transfer(work, lambda: received, sent, self.meter.exposed)
+
+
+class _All:
+    """Several works, waited for as one."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
 
 
 class LoneRank(RankGroup):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ds_hybrid.config import HybridConfig
+from ds_hybrid.config import HybridConfig, gathers_kv
 from ds_hybrid.doctor.facts import HostFacts
 from ds_hybrid.document import count_at, experts_are_parallel
 from ds_hybrid.errors import ConfigError
@@ -75,5 +75,5 @@ def _deepspeed_as_maker(document: Mapping[str, Any], tp_size: int) -> str | None
     """Which part of DeepSpeed makes the expert groups, in words; None where the links decide, or the ds_config."""
     if tp_size > 1:
         return "DeepSpeed's folding: consecutive ranks"
-    has_sequences = (count_at(document, "sequence_parallel_size") or 1) > 1
+    has_sequences = (count_at(document, "sequence_parallel_size") or 1) > 1 and not gathers_kv(document)
     return "DeepSpeed's own: consecutive ranks" if has_sequences else None

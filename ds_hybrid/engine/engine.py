@@ -60,6 +60,7 @@ from ds_hybrid.engine.parameter_groups import split_groups, split_optimizer
 from ds_hybrid.engine.rebalancer import Rebalancer
 from ds_hybrid.engine.resharding import LocalNames, load_unparted_optimizer, load_untrained, whole_names
 from ds_hybrid.engine.router_logits import record_router_logits, router_recorders_hidden
+from ds_hybrid.engine.sequence_parallel import SequenceParallel, share_sequences
 from ds_hybrid.engine.staging import begin, publish, staged_tag
 from ds_hybrid.engine.tensor_parallel import refuse_empty_shards, sum_gradients_of_blocks
 from ds_hybrid.engine.versions import untested_versions
@@ -82,16 +83,27 @@ class MoEEngine(DeepSpeedEngine):
     Args:
         hybrid_config: the checked ``ds_hybrid`` section.
         cluster: the hosts and links that the ranks run on.
+        sequence_parallel: who shares sequences; None: nobody, or DeepSpeed's Ulysses.
         kwargs: what ``DeepSpeedEngine`` takes.
     """
 
     has_moe_layers: bool
 
-    def __init__(self, *, hybrid_config: HybridConfig, cluster: Cluster, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *,
+        hybrid_config: HybridConfig,
+        cluster: Cluster,
+        sequence_parallel: SequenceParallel | None = None,
+        **kwargs: Any,
+    ) -> None:
         self.hybrid_config = hybrid_config
         self.cluster = cluster
+        self.sequence_parallel = sequence_parallel
         self._cut_by_nodes = NodeCutter(cluster)
         super().__init__(**kwargs)
+        if sequence_parallel is not None:
+            sequence_parallel.of_engine(self)
         layers = list(self.moe_layers_by_name().values())
         self._stats = StatsReader(layers)
         self._auto_dispatch = AutoDispatch([layer.switch for layer in layers])
@@ -301,10 +313,18 @@ class MoEEngine(DeepSpeedEngine):
 
     def clip_fp32_gradients(self) -> None:
         """Clip by the norm of the whole model, experts of all ranks and shards of AutoTP included."""
-        if self.has_moe_layers and self.mpu in (None, groups):  # AutoTP makes the module of the groups the mpu
+        # AutoTP makes the module of the groups the mpu.
+        is_known = self.mpu in (None, groups) or self.sequence_parallel is not None
+        if self.has_moe_layers and is_known:
             self._global_grad_norm = float(clip_gradients(self.module.parameters(), self.gradient_clipping()))
         else:
             super().clip_fp32_gradients()
+
+    def get_sequence_parallel_group(self) -> Any:
+        """The ranks that share a sequence, ours or those of DeepSpeed's Ulysses."""
+        if self.sequence_parallel is not None:
+            return self.sequence_parallel.groups.group
+        return super().get_sequence_parallel_group()
 
     def move_experts(self, targets: Mapping[str, ExpertPlacement]) -> MoveReport:
         """Bring experts to other ranks, with all that training needs of them. All ranks call it, between two steps.
@@ -396,7 +416,9 @@ def initialize(
             limit_waiting(timeout)
         cluster = probe_cluster(hybrid_config.topology.source).cluster
         _arrange_experts(model, document, hybrid_config, cluster, deepspeeds_groups=bool(mpu or mesh_param))
-        mesh_device = _mesh_device(mesh_param, document)
+        sequences = share_sequences(model, document, hybrid_config, mpu, mesh_param)
+        mpu = mpu if sequences is None else sequences.groups
+        mesh_device = None if sequences is not None else _mesh_device(mesh_param, document)
         if document.get("tensor_parallel", {}).get("autotp_size", 0) > 0:
             deepspeed.set_autotp_mode(training=True)
         ds_config = DeepSpeedConfig(document, mpu, mesh_device=mesh_device)
@@ -404,6 +426,7 @@ def initialize(
         engine = MoEEngine(
             hybrid_config=hybrid_config,
             cluster=cluster,
+            sequence_parallel=sequences,
             args=args,
             model=model,
             optimizer=optimizer,

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ds_hybrid.config import HybridConfig
+from ds_hybrid.config import HybridConfig, gathers_kv
 from ds_hybrid.document import count_at, experts_are_parallel
 from ds_hybrid.errors import ConfigError
 from ds_hybrid.moe.layer import MoE
@@ -57,7 +57,8 @@ def expert_layouts(
     Args:
         sizes: see :func:`expert_group_sizes`.
         document: the whole ds_config.
-        deepspeeds_groups: an mpu or a mesh is there, so DeepSpeed makes the groups.
+        deepspeeds_groups: an mpu or a mesh is there, so DeepSpeed makes the groups. It does with Ulysses too; where
+            ds_hybrid shares sequences out, expert groups lie over all ranks, whatever sequences they hold parts of.
 
     Raises:
         ConfigError: the ds_config names groups, and the model has expert groups of several sizes, or DeepSpeed makes
@@ -66,7 +67,8 @@ def expert_layouts(
     """
     tp_size = count_at(document, "tensor_parallel.autotp_size") or 1
     groups = None if config.topology.expert_groups == "auto" else config.topology.expert_groups
-    if deepspeeds_groups or tp_size > 1 or (count_at(document, "sequence_parallel_size") or 1) > 1:
+    has_sequences = (count_at(document, "sequence_parallel_size") or 1) > 1 and not gathers_kv(document)
+    if deepspeeds_groups or tp_size > 1 or has_sequences:
         if groups is not None:
             raise ConfigError(
                 f"{_KEY} = {show(groups)}: not available with tensor or sequence parallelism, an mpu or a mesh: "

@@ -80,6 +80,33 @@ def _message_of_other_groups(present: list[int], layout: Layout) -> str:
     )
 
 
+def make_consecutive_groups(size: int) -> Any:
+    """Part all ranks into groups of ``size`` consecutive ones and return this rank's. Collective over all ranks."""
+    own = None
+    for first in range(0, dist.get_world_size(), size):
+        ranks = list(range(first, first + size))
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            own = group
+    return own
+
+
+def make_own_group() -> Any:
+    """A group of this rank alone."""
+    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
+
+
+def clone_of_world() -> Any:
+    """DeepSpeed's group of all ranks for ZeRO. Collective over all ranks the first time."""
+    return deepspeed_groups._clone_world_group()
+
+
+def forget_mpu(kind: type) -> None:
+    """Let the next engine start without the mpu of an earlier one, when that is of this kind: DeepSpeed keeps it."""
+    if isinstance(deepspeed_groups.mpu, kind):
+        deepspeed_groups.mpu = None
+
+
 def limit_waiting(seconds: int) -> None:
     """Let every collective of this process's groups give up after this time. Groups made later keep torch's limit."""
     for group in list(distributed_c10d._world.pg_map):

@@ -16,7 +16,7 @@ _GB = 1e9
 
 NOTES = (
     "Times and memory are predictions from the tables' numbers and assumptions (docs/planner.md), not measurements.",
-    "Sequence parallelism is left out: ds_hybrid has no attention.kv_gather yet, and validate refuses it.",
+    "Sequence parallelism is left out: the planner does not weigh ds_hybrid.attention.kv_gather yet.",
 )
 SCRIPT_NOTE = (
     'What "asks for" names is the training script\'s to do and no key of a ds_config: checkpoints = '

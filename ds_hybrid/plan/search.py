@@ -1,6 +1,6 @@
 """All ways to train a model on a cluster: those that can be run and fit, quickest first, and why others are not. Pure.
 
-Sequence parallelism is not among them, as ``ds_hybrid validate`` refuses ``attention.kv_gather``.
+Sequence parallelism (``attention.kv_gather``) is not among them yet.
 """
 
 from __future__ import annotations

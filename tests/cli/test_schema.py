@@ -19,6 +19,7 @@ SHIPPED = [
     "plan_a_zero1_bf16",
     "plan_b_zero1_bf16",
     "rebalance_zero1_bf16",
+    "sequence_parallel_zero1_bf16",
     "two_stage_zero1",
     "two_stage_zero1_bf16",
     "two_stage_zero3_bf16",
@@ -62,6 +63,7 @@ def test_shipped_file_matches_and_writes_out_the_whole_section(name: str) -> Non
     defaults = HybridConfig().model_dump(exclude={"plan"})
     defaults["dispatch"]["mode"] = document["ds_hybrid"]["dispatch"]["mode"]
     defaults["rebalance"]["enabled"] = name.startswith("rebalance")
+    defaults["attention"]["kv_gather"] = "auto" if name.startswith("sequence") else "off"
     assert document["ds_hybrid"] == defaults
 
 
@@ -102,5 +104,5 @@ def test_schema_is_valid_and_names_every_key() -> None:
 def test_every_key_of_ours_has_a_description() -> None:
     definitions = [node for name, node in build_schema()["$defs"].items() if name.endswith("Config")]
     keys = [(key, field) for node in definitions for key, field in node["properties"].items() if "$ref" not in field]
-    assert len(keys) == 20
+    assert len(keys) == 22
     assert [key for key, field in keys if not field.get("description")] == []

@@ -25,11 +25,13 @@ from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import groups
 from deepspeed.utils.tensor_fragment import get_hp_fragment_mapping
 
 SOURCES = {
@@ -90,6 +92,19 @@ SOURCES = {
         DeepSpeedZeroOptimizer_Stage3.get_grad_norm_direct,
         "89aab0f80f1a80b3",
     ),
+    # engine/sequence_groups.py is an mpu: what these ask it for, and what they make of the answer.
+    "groups._get_data_parallel_group": (groups._get_data_parallel_group, "6175f0fb19c02a66"),
+    "groups._get_data_parallel_world_size": (groups._get_data_parallel_world_size, "0954ba96657204be"),
+    "groups._get_sequence_data_parallel_group": (groups._get_sequence_data_parallel_group, "3730ce54b2b4b6f4"),
+    "groups._get_sequence_data_parallel_world_size": (
+        groups._get_sequence_data_parallel_world_size,
+        "10e504f4fc6088bc",
+    ),
+    "groups._get_sequence_parallel_world_size": (groups._get_sequence_parallel_world_size, "f0497752f2c767f4"),
+    "DeepSpeedConfig.__init__": (DeepSpeedConfig.__init__, "a771cb4c37a8afd3"),
+    "DeepSpeedEngine.deepspeed_io": (DeepSpeedEngine.deepspeed_io, "9be5fbe34df8ff48"),
+    "DeepSpeedEngine._reduce_expert_gradients": (DeepSpeedEngine._reduce_expert_gradients, "e85f52672acc655b"),
+    "DeepSpeedEngine.get_sequence_parallel_group": (DeepSpeedEngine.get_sequence_parallel_group, "cc38bf5e790f342a"),
     # rebalance/fragments.py finds masters and states where these put them.
     "get_hp_fragment_mapping": (get_hp_fragment_mapping, "46260f9494e68e6a"),
     "BF16_Optimizer._setup_for_real_optimizer": (BF16_Optimizer._setup_for_real_optimizer, "d5c428fde5756bc4"),
@@ -143,6 +158,15 @@ NAMES = [
     "deepspeed.utils.groups:_get_expert_parallel_group",
     "deepspeed.runtime.utils:is_model_parallel_parameter",
     "deepspeed.utils.groups:get_tensor_model_parallel_group",
+    # engine/sequence_groups.py, engine/groups.py, engine/sequence_parallel.py
+    "deepspeed.utils.groups:_clone_world_group",
+    "torch.distributed:ProcessGroup.group_name",
+    # attention/hugging_face.py
+    "transformers:AttentionInterface.register",
+    "transformers:AttentionMaskInterface.register",
+    "transformers.modeling_utils:PreTrainedModel.set_attn_implementation",
+    "transformers.modeling_utils:PreTrainedModel._can_set_attn_implementation",
+    "transformers.modeling_utils:PreTrainedModel._is_stateful",
     # engine/tensor_parallel.py
     "torch.utils._pytree:tree_map_only",
     # moe/

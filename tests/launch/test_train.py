@@ -133,6 +133,20 @@ def test_a_resumed_run_goes_on_exactly(whole: Run, half: Half, tmp_path: Path) -
     assert rest.losses == {step: loss for step, loss in whole.losses.items() if step > NUM_STEPS // 2}
 
 
+def test_sequences_over_the_ranks_train_the_same(whole: Run, tmp_path: Path) -> None:
+    """Both ranks share all windows of a global batch. The balance loss, taken over all of them at once, is another."""
+    config = json.loads(CONFIG.read_text()) | {"train_micro_batch_size_per_gpu": 8, "sequence_parallel_size": 2}
+    config["ds_hybrid"]["attention"]["kv_gather"] = "auto"
+    file = tmp_path / "shared.json"
+    file.write_text(json.dumps(config))
+    options = ["--deepspeed_config", str(file), "--eval-batches", "1"]
+    shared = run(RUN_LOCAL, tmp_path / "run", "--steps", str(NUM_STEPS), *options)
+    assert shared.code == 0, shared.output
+    assert shared.losses == pytest.approx(whole.losses, abs=2e-3)
+    held_out = r"step \d+: held-out loss ([\d.]+)"
+    assert float(re.findall(held_out, shared.output)[-1]) < 0.8 * shared.losses[1]
+
+
 @pytest.mark.skipif(
     importlib.util.find_spec("mpi4py") is None or not (BIN / "mpirun").exists(),
     reason="mpi4py and mpich are not installed: pip install '.[mpi]'",

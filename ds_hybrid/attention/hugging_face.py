@@ -1,0 +1,240 @@
+"""Hugging Face models whose attention reaches over the ranks that share a sequence.
+
+transformers looks attention up by name, and the mask that goes with it: a model whose config names ours calls
+:class:`SharedAttention` in every layer, and makes no mask of [L, L] pairs. What a query may see follows from the
+position ids and the padding of the whole sequence, which the ranks of a group tell each other once for a batch.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ds_hybrid.attention.masks import Rule, Sight, documents_of
+from ds_hybrid.attention.scheduled import ScheduledAttention
+from ds_hybrid.attention.shards import Shards
+from ds_hybrid.errors import ConfigError
+
+_SWITCH = "ds_hybrid.attention.kv_gather"
+_KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
+_UNKNOWN_ARGUMENTS = ("softcap", "s_aux", "position_bias", "head_mask", "cu_seq_lens_q", "cu_seq_lens_k", "block_table")
+"""What some models' attention takes that changes the scores, and is not known here."""
+
+
+def switch_attention(model: nn.Module, attention: ScheduledAttention, name: str) -> None:
+    """Let every attention layer of ``model`` reach over the sequence-parallel group of ``attention``.
+
+    Args:
+        model: one that :func:`refuse_model` does not refuse.
+        attention: exchanges keys and values.
+        name: what transformers' registries are to call it; one for each group.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(name, SharedAttention(attention))
+    AttentionMaskInterface.register(name, padding_alone)
+    for part in _hugging_face_models(model):
+        part.set_attn_implementation(name)
+
+
+def refuse_model(model: nn.Module) -> None:
+    """Refuse a model whose attention cannot be switched.
+
+    Args:
+        model: a ``transformers.PreTrainedModel``, or a module that holds some.
+
+    Raises:
+        ConfigError: it is none; its attention does not come from the registry; its layers mix tokens in a way that is
+            not known here; or it has dropout.
+    """
+    models = _hugging_face_models(model)
+    if not models:
+        raise ConfigError(
+            f"{_SWITCH}: {type(model).__name__} holds no Hugging Face model, whose attention could be switched. Pass "
+            'one, or set it to "off" and call ds_hybrid.attention.kv_gather in your own attention layer.'
+        )
+    problems = [problem for part in models for problem in _problems(part)]
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _hugging_face_models(model: nn.Module) -> list[Any]:
+    """The outermost ones."""
+    from transformers import PreTrainedModel
+
+    if isinstance(model, PreTrainedModel):
+        return [model]
+    return [found for child in model.children() for found in _hugging_face_models(child)]
+
+
+def _problems(model: Any) -> Iterator[str]:
+    called = type(model).__name__
+    parts = [module for module in model.modules() if hasattr(module, "_can_set_attn_implementation")]
+    fixed = sorted({type(part).__name__ for part in parts if not part._can_set_attn_implementation()})
+    if fixed:
+        yield (
+            f"{_SWITCH}: the attention of {', '.join(fixed)} cannot be switched: it does not come from transformers' "
+            'attention registry. Set it to "off".'
+        )
+    config = model.config.get_text_config()
+    others = sorted(set(_layer_kinds(config)) - _KNOWN_LAYERS)
+    if others:
+        yield (
+            f"{_SWITCH}: {called} has layers of kind {', '.join(others)}, which would mix the tokens of this rank "
+            'alone. Set it to "off".'
+        )
+    elif getattr(model, "_is_stateful", False):
+        yield f'{_SWITCH}: {called} carries a state from token to token, on this rank alone. Set it to "off".'
+    dropout = getattr(config, "attention_dropout", None) or 0
+    if dropout:
+        yield (
+            f"{_SWITCH}: {called} has attention_dropout = {dropout}: the ranks of a sequence would have to draw the "
+            "same mask without holding it. Set it to 0."
+        )
+    for key in ("attn_logit_softcapping",):
+        if getattr(config, key, None) is not None:
+            yield f'{_SWITCH}: {called} has {key}, which no block of scores here applies. Set it to "off".'
+
+
+def _layer_kinds(config: Any) -> list[str]:
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
+    return list(kinds)
+
+
+def padding_alone(*, attention_mask: Tensor | None = None, use_vmap: bool = False, **_: Any) -> Tensor | None:
+    """In the place of transformers' makers of masks: passes on which tokens of this rank are real, [B, Ls] or None.
+
+    Raises:
+        ConfigError: the model adds a rule of its own about who sees whom.
+    """
+    if use_vmap:
+        raise ConfigError(f'{_SWITCH}: this model masks pairs of tokens by a rule of its own. Set it to "off".')
+    return attention_mask
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """What was known of a batch when its first layer asked; alive as long as its tensors are."""
+
+    position_ids: weakref.ref[Tensor]
+    is_real: weakref.ref[Tensor] | None
+    versions: tuple[int, int]
+    documents: Tensor
+    sights: dict[Rule, Sight]
+
+    def is_of(self, position_ids: Tensor, is_real: Tensor | None) -> bool:
+        same_mask = is_real is None if self.is_real is None else self.is_real() is is_real and is_real is not None
+        return same_mask and self.position_ids() is position_ids and self.versions == _versions(position_ids, is_real)
+
+
+class SharedAttention:
+    """An attention function as transformers calls it, over the ranks of a sequence-parallel group.
+
+    Every rank of the group calls every layer, in evaluation too.
+    """
+
+    def __init__(self, attention: ScheduledAttention) -> None:
+        self._attention = attention
+        self._batch: _Batch | None = None
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        is_causal: bool | None = None,
+        position_ids: Tensor | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        """This rank's part of attention.
+
+        Args:
+            module: the layer; says whether it is causal.
+            query: [B, heads, Ls, d]; key [B, kv heads, Ls, d]; value [B, kv heads, Ls, dv].
+            attention_mask: [B, Ls], false at padding, as :func:`padding_alone` passes it on.
+            position_ids: [B, Ls] or [1, Ls], of this rank's balanced shard.
+
+        Returns:
+            [B, Ls, heads, dv], and None in the place of weights.
+
+        Raises:
+            ConfigError: what is not known here; or position ids that are not those of a balanced shard.
+        """
+        unknown = [name for name in _UNKNOWN_ARGUMENTS if others.get(name) is not None]
+        if unknown:
+            raise ConfigError(
+                f"{_SWITCH}: {type(module).__name__} gives its attention {', '.join(unknown)}, which is not known "
+                'here. Set it to "off".'
+            )
+        if query.shape[2] != key.shape[2]:
+            raise ConfigError(
+                f"{_SWITCH}: {query.shape[2]} queries and {key.shape[2]} keys: text is generated from a cache. "
+                'Generate with model.set_attn_implementation("sdpa"), every rank its own text.'
+            )
+        if position_ids is None or position_ids.ndim != 2:
+            shape = "none" if position_ids is None else list(position_ids.shape)
+            raise ConfigError(
+                f"{_SWITCH}: position_ids are {shape}: must be [B, {query.shape[2]}], those of this rank's shard. "
+                "engine.sequence_parallel.batches and .shard give them."
+            )
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        rule = Rule(causal=causal, window=sliding_window)
+        sight = self._sight(rule, position_ids, attention_mask, batch=query.shape[0])
+        output = self._attention(query, key, value, sight, scale=scaling, dropout=dropout)
+        return output.transpose(1, 2), None
+
+    def _sight(self, rule: Rule, position_ids: Tensor, is_real: Tensor | None, *, batch: int) -> Sight:
+        known = self._batch
+        if known is None or not known.is_of(position_ids, is_real):
+            known = _Batch(
+                weakref.ref(position_ids),
+                None if is_real is None else weakref.ref(is_real),
+                _versions(position_ids, is_real),
+                self._documents(position_ids, is_real, batch=batch),
+                {},
+            )
+            self._batch = known
+        if rule not in known.sights:
+            shards = Shards(known.documents.shape[1], self._attention.group.size)
+            known.sights[rule] = Sight(shards, self._attention.group.rank, rule, known.documents)
+        return known.sights[rule]
+
+    def _documents(self, position_ids: Tensor, is_real: Tensor | None, *, batch: int) -> Tensor:
+        """[B, L] of the whole sequence. Collective."""
+        own = position_ids.expand(batch, -1)
+        if is_real is not None:
+            if is_real.ndim != 2:
+                raise ConfigError(
+                    f"{_SWITCH}: attention_mask {list(is_real.shape)}: must be [B, L], 0 at padding; position_ids that "
+                    "restart keep packed documents apart."
+                )
+            own = own.masked_fill(~is_real.bool(), -1)
+        of_ranks = self._attention.group.all_gather_metadata(own)  # [n, B, Ls]
+        shards = Shards(own.shape[1] * len(of_ranks), len(of_ranks))
+        positions = shards.unshard(of_ranks.transpose(0, 1).flatten(1))
+        _check_order(positions)
+        return documents_of(positions, positions >= 0)
+
+
+def _check_order(positions: Tensor) -> None:
+    """Positions [B, L] go on by one or start anew; a shard of another kind leaves gaps."""
+    before, after = positions[:, :-1], positions[:, 1:]
+    if ((before >= 0) & (after > before + 1)).any():
+        raise ConfigError(
+            f"{_SWITCH}: the position_ids of the ranks do not make one sequence: they skip places. Each rank holds an "
+            "early and a late chunk of it, as engine.sequence_parallel.batches and .shard give them."
+        )
+
+
+def _versions(position_ids: Tensor, is_real: Tensor | None) -> tuple[int, int]:
+    return position_ids._version, -1 if is_real is None else is_real._version

@@ -1,0 +1,350 @@
+"""Sequences that lie over ranks train as on one plain process: losses, norms, every parameter.
+
+"Packed" and "padded" batches have another number of labels on every rank, in every micro-batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import ds_hybrid
+from ds_hybrid.config import load
+from ds_hybrid.errors import ConfigError
+from ds_hybrid.placement import ExpertPlacement
+from ds_hybrid.topology import probe
+from tests.multirank.models import make_model
+from tests.multirank.sequences import Sequences, make_engine, steps, train, train_plain, whole_batch
+from tests.multirank.test_expert_groups import other_groups
+from tests.multirank.training import gather_parameters, largest_difference, worst_parameter
+from tests.ranks import RankPool
+
+LOSS_TOLERANCE = 5e-6
+NORM_TOLERANCE = 5e-5
+PARAMETER_TOLERANCE = 2e-3
+"""Relative to the largest change that training made to the parameter; losses and norms in absolute terms."""
+
+VARIANTS = ["whole", "blocks", "ring", "auto"]
+KINDS = ["whole", "packed", "padded"]
+
+
+@dataclass(frozen=True)
+class Errors:
+    loss: float
+    norm: float
+    parameter: tuple[float, str]
+
+
+def errors(run: Sequences, expert_groups: Any = "auto") -> Errors:
+    if expert_groups == "auto":
+        trained = train(run)
+    else:
+        with other_groups():
+            trained = train(run)
+    plain = train_plain(run, dist.get_world_size())
+    initial = {name: p.detach().clone() for name, p in run.make_model().named_parameters()}
+    return Errors(
+        largest_difference(trained.losses, plain.losses),
+        largest_difference(trained.norms, plain.norms) if run.clip else 0.0,
+        worst_parameter(trained, plain, initial),
+    )
+
+
+def assert_equal(pool: RankPool, run: Sequences, *more: Any) -> None:
+    for found in pool.run(errors, run, *more):
+        assert found.loss <= LOSS_TOLERANCE, found
+        assert found.norm <= NORM_TOLERANCE, found
+        assert found.parameter[0] <= PARAMETER_TOLERANCE, found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kv_gather", VARIANTS)
+def test_every_variant(four_ranks: RankPool, kv_gather: str, kind: Any) -> None:
+    assert_equal(four_ranks, Sequences(kv_gather=kv_gather, kind=kind))
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_every_stage(four_ranks: RankPool, zero_stage: int, kind: Any) -> None:
+    """With accumulated gradients, clipped by the norm of the whole model, and a loss over router logits."""
+    run = Sequences(zero_stage=zero_stage, kind=kind, accumulation=2, clip=0.1, balance=True)
+    assert_equal(four_ranks, run)
+
+
+@pytest.mark.parametrize(("sequence_size", "ep_size"), [(4, 4), (4, 2), (2, 4), (2, 1), (4, 1)])
+def test_every_size(four_ranks: RankPool, sequence_size: int, ep_size: int) -> None:
+    assert_equal(four_ranks, Sequences(sequence_size=sequence_size, ep_size=ep_size, kind="packed", clip=0.1))
+
+
+@pytest.mark.parametrize("mode", ["alltoall", "allgather", "auto"])
+def test_every_dispatcher(four_ranks: RankPool, mode: str) -> None:
+    assert_equal(four_ranks, Sequences(mode=mode, ep_size=4, kind="padded"))
+
+
+def test_hierarchical(four_ranks: RankPool) -> None:
+    """Each node holds one group of sequences."""
+    for found in four_ranks.run(errors_on_two_nodes, Sequences(mode="hierarchical", ep_size=4)):
+        assert found.loss <= LOSS_TOLERANCE
+
+
+def test_expert_groups_across_sequences(four_ranks: RankPool) -> None:
+    """The ranks that share experts need not be those that share a sequence."""
+    groups = [[0, 2], [1, 3]]
+    run = Sequences(kind="packed")
+    hybrid = {**run.ds_config()["ds_hybrid"], "topology": {"expert_groups": groups}}
+    assert_equal(four_ranks, replace(run, changes={"ds_hybrid": hybrid}), groups)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v2", "deepseek_v3"])
+def test_other_models(four_ranks: RankPool, model_type: str, kind: Any) -> None:
+    """DeepSeek's values have other heads than its keys."""
+    assert_equal(four_ranks, Sequences(model_type=model_type, kind=kind, model_changes=CHANGES.get(model_type, {})))
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"qk_nope_head_dim": 12, "v_head_dim": 8},
+    "deepseek_v3": {"qk_nope_head_dim": 12, "v_head_dim": 8},
+}
+
+
+@pytest.mark.parametrize("kv_gather", VARIANTS)
+@pytest.mark.parametrize("kind", ["whole", "packed"])
+def test_sliding_window(four_ranks: RankPool, kv_gather: str, kind: Any) -> None:
+    assert_equal(
+        four_ranks,
+        Sequences(
+            model_type="mixtral",
+            model_changes={"sliding_window": 5},
+            kv_gather=kv_gather,
+            kind=kind,
+            sequence_size=4,
+        ),
+    )
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("kv_gather", ["blocks", "ring"])
+def test_activation_checkpointing(four_ranks: RankPool, kv_gather: str, use_reentrant: bool) -> None:
+    run = Sequences(kv_gather=kv_gather, checkpointing=use_reentrant, kind="packed", mode="alltoall", zero_stage=2)
+    assert_equal(four_ranks, run)
+
+
+def test_key_heads_that_ulysses_cannot_share_out(four_ranks: RankPool) -> None:
+    """6 heads over 4 ranks, 3 of them with keys and values."""
+    changes = {"num_attention_heads": 6, "num_key_value_heads": 3}
+    assert_equal(four_ranks, Sequences(sequence_size=4, model_changes=changes, kind="padded"))
+
+
+def test_memory_limit(four_ranks: RankPool) -> None:
+    assert_equal(four_ranks, Sequences(kv_gather="blocks", attention={"memory_bytes": 4096}, kind="packed"))
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 3])
+def test_bf16(four_ranks: RankPool, zero_stage: int) -> None:
+    """Rounding is all that differs from the plain model in fp32; routes that it turns make up most of that."""
+    run = Sequences(bf16=True, kind="packed", zero_stage=zero_stage, num_steps=1, mode="alltoall")
+    for found in four_ranks.run(errors, run):
+        assert found.loss <= 0.05
+
+
+@pytest.mark.parametrize("kv_gather", ["blocks", "ring"])
+def test_fp8_on_the_wire(four_ranks: RankPool, kv_gather: str) -> None:
+    """Rounded, and only keys and values."""
+    run = Sequences(kv_gather=kv_gather, attention={"wire_dtype": "fp8_e4m3"}, kind="packed", num_steps=1)
+    for found in four_ranks.run(errors, run):
+        assert 0 < found.loss <= 0.02
+
+
+def test_evaluation_gives_the_logits_of_the_plain_model(four_ranks: RankPool) -> None:
+    for kind in KINDS:
+        for difference in four_ranks.run(logits_difference, Sequences(kind=kind, zero_stage=3)):  # type: ignore[arg-type]
+            assert difference <= 1e-5
+
+
+def test_hugging_faces_loss_function_takes_the_batches(four_ranks: RankPool) -> None:
+    for ours, theirs in four_ranks.run(both_losses, Sequences(kind="padded")):
+        assert ours == pytest.approx(theirs, abs=1e-6)
+
+
+def test_experts_that_move_change_nothing(four_ranks: RankPool) -> None:
+    for found in four_ranks.run(errors_with_a_move, Sequences(kind="packed", mode="alltoall")):
+        assert found <= LOSS_TOLERANCE
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 3])
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(four_ranks: RankPool, tmp_path: Path, zero_stage: int) -> None:
+    run = Sequences(kind="packed", zero_stage=zero_stage, adam=True, num_steps=4, mode="alltoall")
+    for straight, resumed, difference in four_ranks.run(stop_and_resume, run, str(tmp_path)):
+        assert resumed == straight
+        assert difference == 0
+
+
+def test_training_data_is_dealt_out_by_sequence(four_ranks: RankPool) -> None:
+    """DeepSpeed's own loader gives the ranks of a sequence the same samples, which become shards."""
+    found = four_ranks.run(samples_of_loader)
+    assert [sequence for sequence, _, _ in found] == [0, 0, 1, 1]
+    for first, second in ((0, 1), (2, 3)):
+        assert found[first][1] == found[second][1]
+    seen = found[0][1] + found[2][1]
+    assert sorted(seen) == list(range(8))
+    assert {length for _, _, length in found} == {4}
+
+
+MISTAKES = {
+    "an mpu": "ds_hybrid.initialize(mpu=...): with ds_hybrid.attention.kv_gather, the groups of ranks come from "
+    'sequence_parallel_size. Leave it out, or set kv_gather to "off".',
+    "a plain module": "ds_hybrid.attention.kv_gather: Linear holds no Hugging Face model, whose attention could be "
+    'switched. Pass one, or set it to "off" and call ds_hybrid.attention.kv_gather in your own attention layer.',
+    "linear attention": "ds_hybrid.attention.kv_gather: Qwen3_5MoeForCausalLM has layers of kind linear_attention, "
+    'which would mix the tokens of this rank alone. Set it to "off".',
+    "dropout": "ds_hybrid.attention.kv_gather: Qwen3MoeForCausalLM has attention_dropout = 0.1: the ranks of a "
+    "sequence would have to draw the same mask without holding it. Set it to 0.",
+    "no sequences": 'ds_hybrid.attention.kv_gather = "auto" (ds_config): nothing to gather: sequence_parallel_size is '
+    '1. Set that to the number of ranks that share a sequence, or ds_hybrid.attention.kv_gather to "off".',
+    "consecutive shards": "ds_hybrid.attention.kv_gather: the position_ids of the ranks do not make one sequence: "
+    "they skip places. Each rank holds an early and a late chunk of it, as engine.sequence_parallel.batches and .shard "
+    "give them.",
+    "other batches": "the batches of sequences: ranks 0 and 1 share sequences and have read different ones. Give the "
+    "loader a sampler of engine.sequence_parallel.num_sequences replicas, and engine.sequence_parallel.sequence as the "
+    "replica.",
+    "fewer batches": "the batches of sequences: rank 3 has no more, others do. Give all as many.",
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_mistakes_raise_one_readable_error_on_every_rank(four_ranks: RankPool, case: str) -> None:
+    assert four_ranks.run(message_of_mistake, case) == [MISTAKES[case]] * 4
+
+
+def test_the_shipped_ds_config_is_accepted() -> None:
+    config = load("ds_configs/sequence_parallel_zero1_bf16.json", world_size=4, num_experts=8)
+    assert config.attention.kv_gather == "auto"
+
+
+def errors_on_two_nodes(run: Sequences) -> Errors:
+    with other_groups(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(probe, "key_of_this_host", lambda: f"node {dist.get_rank() // 2}")
+        return errors(run)
+
+
+def logits_difference(run: Sequences) -> float:
+    engine = make_engine(run)
+    sequences = engine.sequence_parallel
+    whole = whole_batch(run, 0, sequences.sequence)
+    labels = whole.pop("labels")
+    engine.eval()
+    with torch.no_grad():
+        expected = run.make_model().eval()(**whole, use_cache=False).logits
+        found = engine(**sequences.shard(whole), use_cache=False).logits
+    engine.destroy()
+    part = sequences.shard({"input_ids": labels, "logits": expected, "is_real": (labels != -100).long()})
+    return float(((found - part["logits"]) * part["is_real"][..., None]).abs().max())
+
+
+def both_losses(run: Sequences) -> tuple[float, float]:
+    """Of this rank: ours, and that of transformers, which a training loop of one's own may call."""
+    engine = make_engine(run)
+    sequences = engine.sequence_parallel
+    (batch,) = sequences.batches([whole_batch(run, 0, sequences.sequence)])
+    outputs = engine(**batch, use_cache=False)
+    theirs = engine.module.loss_function(
+        logits=outputs.logits,
+        labels=None,
+        shift_labels=batch["shift_labels"],
+        vocab_size=outputs.logits.shape[-1],
+        num_items_in_batch=batch["num_items_in_batch"],
+    )
+    ours = sequences.loss(outputs, batch)
+    engine.destroy()
+    return float(ours.detach()), float(theirs.detach())
+
+
+def errors_with_a_move(run: Sequences) -> float:
+    def between(engine: Any, step: int) -> None:
+        if step == 2:
+            place = np.array([7, 1, 2, 3, 4, 5, 6, 0])
+            swapped = ExpertPlacement(place // 4, place % 4)
+            engine.move_experts(dict.fromkeys(engine.moe_layers_by_name(), swapped))
+
+    return largest_difference(train(run, between).losses, train_plain(run, dist.get_world_size()).losses)
+
+
+def stop_and_resume(run: Sequences, folder: str) -> tuple[list[float], list[float], float]:
+    """The last two losses of a straight run and of one that resumed, and how far their parameters are apart."""
+    engine = make_engine(run)
+    steps(engine, run, range(2))
+    engine.save_checkpoint(folder)
+    straight, _ = steps(engine, run, range(2, 4))
+    expected = gather_parameters(engine.module)
+    engine.destroy()
+    engine = make_engine(run)
+    engine.load_checkpoint(folder)
+    resumed, _ = steps(engine, run, range(2, 4))
+    found = gather_parameters(engine.module)
+    engine.destroy()
+    return straight, resumed, max(float((found[name] - expected[name]).abs().max()) for name in expected)
+
+
+def samples_of_loader() -> tuple[int, list[int], int]:
+    """The group of this rank, the samples that it has a part of, and the length of a part."""
+    run = Sequences()
+    model = run.make_model()
+    samples = [{"input_ids": torch.full((8,), number)} for number in range(8)]
+    engine, _, loader, _ = ds_hybrid.initialize(
+        model=model, model_parameters=model.parameters(), config=run.ds_config(), training_data=samples
+    )
+    loader.num_local_io_workers = 0  # these ranks may not start processes
+    sequences = engine.sequence_parallel
+    shards = list(sequences.batches(loader))
+    engine.destroy()
+    numbers = [int(row[0]) for shard in shards for row in shard["input_ids"]]
+    return sequences.sequence, numbers, shards[0]["input_ids"].shape[1]
+
+
+def message_of_mistake(case: str) -> str:
+    run = Sequences()
+    config = run.ds_config()
+    models: dict[str, Any] = {
+        "a plain module": lambda: torch.nn.Linear(2, 2),
+        "linear attention": lambda: make_model("qwen3_5_moe_text"),
+        "dropout": lambda: make_model("qwen3_moe", attention_dropout=0.1),
+    }
+    if case == "no sequences":
+        config = {**config, "sequence_parallel_size": 1}
+    model = models.get(case, run.make_model)()
+    try:
+        engine, *_ = ds_hybrid.initialize(
+            model=model,
+            model_parameters=model.parameters(),
+            config=config,
+            mpu=object() if case == "an mpu" else None,
+        )
+    except ConfigError as error:
+        return str(error)
+    try:
+        return _message_of_batches(engine, run, case)
+    finally:
+        engine.destroy()
+
+
+def _message_of_batches(engine: Any, run: Sequences, case: str) -> str:
+    sequences = engine.sequence_parallel
+    rank = dist.get_rank()
+    try:
+        if case == "consecutive shards":
+            part = slice(4 * (rank % 2), 4 * (rank % 2) + 4)
+            engine(input_ids=torch.ones(2, 4, dtype=torch.long), position_ids=torch.arange(8)[None, part])
+        if case == "other batches":
+            list(sequences.batches([whole_batch(run, 0, rank)]))
+        if case == "fewer batches":
+            list(sequences.batches([whole_batch(run, 0, sequences.sequence)] * (1 if rank == 3 else 2)))
+    except ConfigError as error:
+        return str(error)
+    raise AssertionError(case)

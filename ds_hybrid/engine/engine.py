@@ -273,7 +273,7 @@ class MoEEngine(DeepSpeedEngine):
             CheckpointError: on every rank and before anything changes, when the placement is missing or is not that of
                 the files; or the experts were on other ranks, and their optimizer's part is to be loaded.
         """
-        path, client_state = self._load_checkpoint(
+        path, client_state = self._load_and_place(
             load_dir,
             tag,
             load_module_strict,
@@ -286,7 +286,7 @@ class MoEEngine(DeepSpeedEngine):
             self._observer.resumed(self.global_steps, str(path))
         return path, client_state
 
-    def _load_checkpoint(
+    def _load_and_place(
         self,
         load_dir: str,
         tag: str | None,

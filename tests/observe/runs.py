@@ -194,7 +194,7 @@ _COLUMNS = ("name", "phase", "layer", "start_us", "us", "exposed_us")
 
 
 def all_events() -> list[Record]:
-    """Sixty steps: another dispatcher for layer 1 at 20, experts of layer 0 moved at 30, a resume at 40, a last look."""
+    """Sixty steps: another dispatcher for layer 1 at 20, experts of layer 0 moved at 30, a resume at 40."""
     return [
         run_record(),
         step_record(10),

@@ -37,7 +37,10 @@ def run(arguments: argparse.Namespace) -> int:
     """The new file on stdout."""
     events, timelines = read_events(arguments.run_dir), find_timelines(arguments.run_dir)
     if not timelines.steps:
-        raise EventsError(f"{timelines.path}: no step has a timeline. The run ended before its first record.")
+        raise EventsError(
+            f"{timelines.path}: no step has a timeline. The run had ds_hybrid.observe.timeline = false, or "
+            "ended before its first record."
+        )
     timeline = timelines.read(arguments.step or timelines.steps[-1])
     out: Path = arguments.out or arguments.run_dir / "trace.json"
     out.write_text(json.dumps(to_trace(timeline, events.runs[-1], events.steps)), encoding="utf-8")

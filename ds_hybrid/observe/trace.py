@@ -85,10 +85,10 @@ def _complete(span: Span, rank: int, thread: int, sent: Mapping[str, int]) -> di
     arguments: dict[str, Any] = {"phase": span.phase}
     if span.layer is not None:
         arguments["layer"] = span.layer
+        if span.name in ("dispatch", "combine") and span.layer in sent:
+            arguments["layer_bytes_per_step_all_ranks"] = sent[span.layer]
     if span.exposed:
         arguments["exposed_us"] = _us(span.exposed)
-    if span.name in ("dispatch", "combine") and span.layer in sent:
-        arguments["layer_bytes_per_step_all_ranks"] = sent[span.layer]
     return {
         "name": span.name.replace("_", " "),
         "cat": span.phase,

@@ -82,18 +82,18 @@ def significant(value: float, digits: int = 3) -> str:
         return DASH if math.isnan(value) else "\N{INFINITY}" if value > 0 else "-\N{INFINITY}"
     if value == 0:
         return "0"
-    decimals = digits - 1 - math.floor(math.log10(abs(value)))
-    return f"{round(value, decimals):,.{max(decimals, 0)}f}"
-
-
-def amount(value: float) -> str:
-    """12.3k, 6.70M: for numbers of which nobody counts the units."""
-    return _with_prefix(value, "", apart="")
+    rounded = round(value, _decimals(value, digits))
+    return f"{rounded:,.{max(_decimals(rounded, digits), 0)}f}"
 
 
 def in_bytes(value: float) -> str:
     """Bytes with a decimal prefix: 5.91 kB, 1.20 MB."""
-    return _with_prefix(value, "B", apart=" ")
+    if not math.isfinite(value):
+        return significant(value)
+    for scale, prefix in _PREFIXES:
+        if abs(value) >= scale * 0.9995:
+            return f"{significant(value / scale)} {prefix}B"
+    return f"{value:.0f} B"
 
 
 def in_seconds(value: float) -> str:
@@ -135,10 +135,5 @@ def thinned(values: Sequence[float], *, most: int) -> list[int]:
     return sorted(kept)
 
 
-def _with_prefix(value: float, unit: str, *, apart: str) -> str:
-    if not math.isfinite(value):
-        return significant(value)
-    for scale, prefix in _PREFIXES:
-        if abs(value) >= scale * 0.9995:
-            return f"{significant(value / scale)}{apart}{prefix}{unit}"
-    return f"{value:.0f}{apart}{unit}" if unit and value == int(value) else f"{significant(value)}{apart}{unit}"
+def _decimals(value: float, digits: int) -> int:
+    return digits - 1 - math.floor(math.log10(abs(value)))

@@ -72,14 +72,15 @@ def figures_of(view: RunView) -> list[FigureOf]:
 def _training(figure: Any, view: RunView, names: Sequence[str]) -> None:
     axes = figure.subplots(math.ceil(len(names) / 2), 2, squeeze=False).ravel()
     for axis, name in zip(axes, names, strict=False):
-        title, _, from_zero = LINE_CHARTS[name]
+        title, _, holds = LINE_CHARTS[name]
         for line in view.lines[name]:
             values = np.asarray(line.values) * SCALES.get(name, 1.0)
             axis.plot(line.steps, values, marker="." if len(line.steps) < 3 else "", label=line.name)
         for mark in view.marks:
             axis.axvline(mark.step, color=_MARKS[mark.kind], linestyle=":", linewidth=1)
-        if from_zero:
-            axis.set_ylim(bottom=0)
+        axis.update_datalim([(view.lines[name][0].steps[0], value) for value in holds])
+        axis.autoscale_view()
+        axis.ticklabel_format(axis="y", useOffset=False)
         if len(view.lines[name]) > 1:
             axis.legend(fontsize="small")
         axis.set_title(title, fontsize="medium", loc="left")
@@ -183,6 +184,7 @@ def _placement(figure: Any, layers: Sequence[LayerView]) -> None:
                 axis.text(slot, rank, str(expert), ha="center", va="center", color=colour, fontsize="small")
         names = [str(layer.group[place] if layer.group else place) for place in range(len(slots))]
         every = max(1, len(names) // 8)
+        axis.set_xticks(range(0, slots.shape[1], max(1, slots.shape[1] // 8)))
         axis.set_yticks(range(0, len(names), every), names[::every])
         axis.set_title(layer.name, fontsize="medium", loc="left")
         axis.set_ylabel("rank")

@@ -19,15 +19,16 @@ _MOST_BARS: Final = 24
 _MOST_ROWS: Final = 200
 _SEVERITIES: Final = {"problem": ("Problem", "problem"), "advice": ("Advice", "advice-item"), "note": ("Note", "note")}
 
-LINE_CHARTS: Final[dict[str, tuple[str, Callable[[float], str], bool]]] = {
-    "loss": ("Loss", lambda value: significant(value, 4), False),
-    "tokens_per_second": ("Tokens per second", significant, True),
-    "exposed": ("Exposed communication, % of time", in_percent, True),
-    "lower_bound_ratio": ("Wire bytes over the lower bound", times, False),
-    "memory": ("Memory of the largest rank, GB", in_bytes, True),
-    "nvlink": ("Busiest GPU's NVLinks, % of speed", in_percent, True),
+LINE_CHARTS: Final[dict[str, tuple[str, Callable[[float], str], tuple[float, ...]]]] = {
+    "loss": ("Loss", lambda value: significant(value, 4), ()),
+    "tokens_per_second": ("Tokens per second", significant, (0.0,)),
+    "exposed": ("Exposed communication, % of time", in_percent, (0.0,)),
+    "lower_bound_ratio": ("Wire bytes over the lower bound", times, (1.0, 1.1)),
+    "memory": ("Memory of the largest rank, GB", in_bytes, (0.0,)),
+    "nvlink": ("Busiest GPU's NVLinks, % of speed", in_percent, (0.0,)),
 }
-"""For each name of :attr:`RunView.lines` its title, how its values read, and whether its axis begins at 0."""
+"""For each name of :attr:`RunView.lines` its title, how its values read, and what its axis holds whatever
+the values are."""
 
 SCALES: Final = {"exposed": 100.0, "nvlink": 100.0, "memory": 1e-9}
 """What the axis of a chart shows for 1."""
@@ -105,7 +106,7 @@ def _training(view: RunView) -> Markup:
 
 
 def _line_card(name: str, view: RunView) -> Markup:
-    title, shown, from_zero = LINE_CHARTS[name]
+    title, shown, holds = LINE_CHARTS[name]
     lines = view.lines[name]
     scale = SCALES.get(name, 1.0)
     scaled = [Line(line.name, line.steps, tuple(scale * value for value in line.values), line.style) for line in lines]
@@ -116,7 +117,7 @@ def _line_card(name: str, view: RunView) -> Markup:
         label=f"{title} over optimizer steps, from {shown(first)} to {shown(last)}.",
         shown=lambda value: shown(value / scale),
         marks=view.marks,
-        from_zero=from_zero,
+        holds=holds,
     )
     names = legend([(f"line-{line.style}", line.name) for line in lines]) if len(lines) > 1 else None
     head = element("header", element("h3", title), element("span", shown(last), class_="now"))

@@ -112,16 +112,17 @@ def line_chart(
     label: str,
     shown: Callable[[float], str],
     marks: Sequence[Mark] = (),
-    from_zero: bool = False,
+    holds: Sequence[float] = (),
     height: int = 170,
 ) -> Markup:
     """Lines over optimizer steps; a single record is a dot.
 
     Args:
         shown: a value as the read-out has it.
+        holds: values that the upright axis must hold, such as 0.
     """
     across = step_axis([step for line in lines for step in line.steps] + [mark.step for mark in marks])
-    up = axis([value for line in lines for value in line.values], from_zero=from_zero)
+    up = axis([value for line in lines for value in line.values] + list(holds), from_zero=0.0 in holds)
     kept = [thinned(line.values, most=_MOST_POINTS) for line in lines]
     readout = [
         {

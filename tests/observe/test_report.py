@@ -173,7 +173,7 @@ def test_what_else_is_told() -> None:
     ]
     silent = calm["layers"][0].model_copy(update={"load": (0, 100, 100, 100, 100, 100, 100, 100)})
     assert titles(quiet, step_record(10, **(calm | {"layers": (silent,)}))) == [
-        f"{LAYERS[1]}: 1 experts got no token lately"
+        f"{LAYERS[1]}: 1 expert got no token lately"
     ]
     off = rebalance_record(action="off", decisions=(), placements={}, reason="no optimizer state")
     assert titles(quiet, step_record(30, **calm), off) == ["Rebalancing switched itself off at step 30"]

@@ -185,8 +185,10 @@ def _about_silent_experts(layers: Sequence[LayerView]) -> list[Advice]:
     if not silent:
         return []
     name, count = max(silent.items(), key=lambda each: each[1])
-    text = f"{sum(silent.values())} experts of {len(silent)} layers learn nothing. Raise the balance loss or its bias."
-    return [Advice("advice", f"{name}: {count} experts got no token lately", text)]
+    text = (
+        f"What no token reaches learns nothing: {sum(silent.values())} of all layers' experts. Raise the balance loss."
+    )
+    return [Advice("advice", f"{name}: {count} expert{'' if count == 1 else 's'} got no token lately", text)]
 
 
 def _about_speed(steps: Sequence[StepRecord]) -> list[Advice]:

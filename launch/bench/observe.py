@@ -67,6 +67,7 @@ class Costs:
         between_ratio: of CPU time, without the last step of each interval, the one that is recorded.
         record_ms: median over records of the time inside the observer, on the slowest rank; 0 without one.
         record_of_interval: that over the time of an interval's steps.
+        other_ms: median over the other steps of the time inside the observer when they end.
     """
 
     step_ms: float
@@ -75,6 +76,7 @@ class Costs:
     between_ratio: float
     record_ms: float
     record_of_interval: float
+    other_ms: float
 
 
 def parse_options(arguments: list[str] | None = None) -> Options:
@@ -217,7 +219,9 @@ def costs_of(measured: FloatArray, number: int, interval: int) -> Costs:
     inside = measured[:, :, number, 2].max(1)
     blocks = [each.reshape(-1, interval, each.shape[1]) for each in (wall, cpu)]
     wall_ratio, cpu_ratio = (_median_ratio(block, number) for block in blocks)
-    records = inside[interval - 1 :: interval] if number == ENGINES.index("observed") else np.zeros(1)
+    is_record = np.arange(len(inside)) % interval == interval - 1
+    is_observed = number == ENGINES.index("observed")
+    records, others = (inside[which] if is_observed else np.zeros(1) for which in (is_record, ~is_record))
     interval_seconds = float(np.median(blocks[0].sum(1)[:, 0]))
     return Costs(
         step_ms=1e3 * float(np.median(wall[:, number])),
@@ -226,6 +230,7 @@ def costs_of(measured: FloatArray, number: int, interval: int) -> Costs:
         between_ratio=_median_ratio(blocks[1][:, :-1], number) if interval > 1 else float("nan"),
         record_ms=1e3 * float(np.median(records)),
         record_of_interval=float(np.median(records)) / interval_seconds,
+        other_ms=1e3 * float(np.median(others)) if interval > 1 else float("nan"),
     )
 
 
@@ -237,12 +242,12 @@ def _median_ratio(blocks: FloatArray, number: int) -> float:
 def to_markdown(costs: dict[str, Costs]) -> str:
     """One row for each engine."""
     lines = [
-        "| engine | step ms | wall | CPU | CPU between records | record ms | record / interval |",
-        "|---|---|---|---|---|---|---|",
+        "| engine | step ms | wall | CPU | CPU between records | record ms | record / interval | other ms |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     lines += [
         f"| `{name}` | {each.step_ms:.1f} | {each.wall_ratio:.3f} | {each.cpu_ratio:.3f} | {each.between_ratio:.3f} "
-        f"| {each.record_ms:.2f} | {each.record_of_interval:.2%} |"
+        f"| {each.record_ms:.2f} | {each.record_of_interval:.2%} | {each.other_ms:.3f} |"
         for name, each in costs.items()
     ]
     return "\n".join(lines) + "\n"

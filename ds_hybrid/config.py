@@ -107,9 +107,18 @@ class AttentionConfig(_Section):
 class ObserveConfig(_Section):
     """What a run writes down about itself."""
 
-    directory: str | None = Field(default=None, description="Where events go as JSON lines; null writes none.")
-    interval: int = Field(default=10, ge=1, description="Optimizer steps between two events.")
-    routing_trace: bool = Field(default=False, description="Also record every routing decision.")
+    directory: str | None = Field(
+        default=None, min_length=1, description="Where rank 0 writes events as JSON lines; null writes none."
+    )
+    interval: int = Field(
+        default=10, ge=1, description="Optimizer steps between two events, in the directory and in monitors."
+    )
+    timeline: bool = Field(
+        default=True, description="Also write what every rank did when in the last step of each interval."
+    )
+    routing_trace: bool = Field(
+        default=False, description="Also write how many tokens each expert got, for each step and layer."
+    )
 
 
 class HybridConfig(_Section):
@@ -132,8 +141,6 @@ _Values = Mapping[str, tuple[Any, ...]]
 
 NOT_YET: Final[_Values] = MappingProxyType(
     {
-        "ds_hybrid.observe.directory": (None,),
-        "ds_hybrid.observe.routing_trace": (False,),
         "hybrid_engine.enabled": (False,),
     }
 )
@@ -253,6 +260,7 @@ def find_problems(
         *_tensor_parallel_problems(document),
         *_rebalance_problems(document),
         *_sequence_problems(document, world_size),
+        *_observe_problems(document),
         *_universal_problems(document),
     ]
     return [problem.line(name) for problem in problems]
@@ -341,6 +349,13 @@ def _tensor_parallel_problems(document: Mapping[str, Any]) -> Iterator[Problem]:
     if stage in (ABSENT, 0) and half and value_at(document, "gradient_clipping") != 0:
         rule = f"DeepSpeed clips by a wrong norm in half precision {beside}. Set it to 1, 2 or 3."
         yield Problem("zero_optimization.stage", rule, stage)
+
+
+def _observe_problems(document: Mapping[str, Any]) -> Iterator[Problem]:
+    observe = value_at(document, "ds_hybrid.observe")
+    if isinstance(observe, Mapping) and observe.get("routing_trace") is True and observe.get("directory") is None:
+        rule = 'needs ds_hybrid.observe.directory. Set that to a directory such as "runs/1", or this to false.'
+        yield Problem("ds_hybrid.observe.routing_trace", rule, True)
 
 
 def _rebalance_problems(document: Mapping[str, Any]) -> Iterator[Problem]:

@@ -30,3 +30,7 @@ class DispatchError(HybridError):
 
 class CheckpointError(HybridError):
     """A checkpoint does not fit the run that loads it."""
+
+
+class EventsError(HybridError):
+    """What a run writes down about itself cannot be written, or cannot be read."""

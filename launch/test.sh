@@ -19,6 +19,7 @@ stage "set-up" launch/setup.sh --old-transformers
 
 export PATH="$PWD/.venv/bin:$PATH" DS_ACCELERATOR=cpu OMP_NUM_THREADS=1
 export TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$PWD/.torch_ext}"
+stage "browser" tests/observe/install_browser.sh
 stage "compiled op" env VENV="$PWD/.venv" launch/cpu_op.sh build
 
 stage "ruff check" ruff check .

@@ -36,6 +36,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import PretrainedConfig
 
 import ds_hybrid
+from ds_hybrid.config import read_document
 from ds_hybrid.engine.sequence_batches import IGNORED
 from ds_hybrid.errors import CheckpointError, ConfigError, HybridError
 from ds_hybrid.observe.stats import MoEStats
@@ -56,6 +57,7 @@ class Options:
     save: Path | None
     resume: Path | None
     log_file: Path | None
+    run_dir: Path | None
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ def parse_options(arguments: list[str] | None = None) -> Options:
     parser.add_argument("--save", type=Path, metavar="DIR", help="write a checkpoint there at the end")
     parser.add_argument("--resume", type=Path, metavar="DIR", help="go on from the latest checkpoint there")
     parser.add_argument("--log-file", type=Path, metavar="FILE", help="append one JSON line a step")
+    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="write events there, not where the ds_config says")
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     options = vars(parser.parse_args(arguments))
     # The deepspeed launcher passes it; the environment tells the same under every launcher.
@@ -146,9 +149,10 @@ def silence_libraries() -> None:
 
 def run(options: Options) -> None:
     """Trains, evaluates, reports and saves. Raises ``HybridError`` for what a user can put right."""
-    corpus, config = read_inputs(options)
-    model = build_model(config, options.seed)
-    engine, *_ = ds_hybrid.initialize(model=model, model_parameters=model.parameters(), config=options.deepspeed_config)
+    corpus, model_shape = read_inputs(options)
+    model = build_model(model_shape, options.seed)
+    config = ds_config(options)
+    engine, *_ = ds_hybrid.initialize(model=model, model_parameters=model.parameters(), config=config)
     first_step = 0 if options.resume is None else load_checkpoint(engine, options)
     data = share_out(engine, corpus, options)
 
@@ -174,6 +178,16 @@ def run(options: Options) -> None:
         print(summary(first_loss, evaluation, num_tokens / seconds))
     if options.save is not None:
         engine.save_checkpoint(str(options.save))
+
+
+def ds_config(options: Options) -> str | dict[str, Any]:
+    """The file, or what is in it with another directory for events."""
+    if options.run_dir is None:
+        return options.deepspeed_config
+    document = read_document(options.deepspeed_config)
+    section = document.get("ds_hybrid", {})
+    observe = section.get("observe", {}) | {"directory": str(options.run_dir)}
+    return document | {"ds_hybrid": section | {"observe": observe}}
 
 
 def read_inputs(options: Options) -> tuple[Corpus, PretrainedConfig]:

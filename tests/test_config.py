@@ -36,7 +36,7 @@ DESIGN_SECTION = """{
   "rebalance": {"enabled": false, "algorithm": "swap", "interval": 50, "threshold": null, "load_half_life": 50,
                 "horizon": 200, "min_gain": 0.02, "dry_run": false},
   "attention": {"kv_gather": "off", "wire_dtype": "auto", "memory_bytes": null},
-  "observe":   {"directory": null, "interval": 10, "routing_trace": false}
+  "observe":   {"directory": null, "interval": 10, "timeline": true, "routing_trace": false}
 }"""
 
 
@@ -115,12 +115,13 @@ def test_section_is_read_and_frozen() -> None:
         ),
         ({"attention": {"kv_gather": "ring"}}, NOTHING_TO_GATHER.format("ring")),
         (
-            {"observe": {"directory": "runs"}},
-            f'ds_hybrid.observe.directory = "runs" (x.json): not available in {RELEASE}. Set it to null.',
+            {"observe": {"routing_trace": True}},
+            "ds_hybrid.observe.routing_trace = true (x.json): needs ds_hybrid.observe.directory. Set that to a directory "
+            'such as "runs/1", or this to false.',
         ),
         (
-            {"observe": {"routing_trace": True}},
-            f"ds_hybrid.observe.routing_trace = true (x.json): not available in {RELEASE}. Set it to false.",
+            {"observe": {"directory": ""}},
+            'ds_hybrid.observe.directory = "" (x.json): must be a string or null.',
         ),
     ],
 )

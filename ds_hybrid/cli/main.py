@@ -5,7 +5,19 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from ds_hybrid.cli import calibrate, doctor, export, plan, schema, simulate, simulate_rebalance, universal, validate
+from ds_hybrid.cli import (
+    calibrate,
+    doctor,
+    export,
+    plan,
+    report,
+    schema,
+    simulate,
+    simulate_rebalance,
+    trace,
+    universal,
+    validate,
+)
 from ds_hybrid.errors import HybridError
 
 
@@ -23,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     simulate_rebalance.add_command(commands)
     universal.add_command(commands)
     export.add_command(commands)
+    report.add_command(commands)
+    trace.add_command(commands)
     arguments = parser.parse_args(argv)
     try:
         return int(arguments.run(arguments))

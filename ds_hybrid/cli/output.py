@@ -15,8 +15,8 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
-def new_figure(width: float, height: float) -> Any:
-    """An empty matplotlib figure, in inches.
+def new_figure(width: float, height: float, *, option: str = "--plot") -> Any:
+    """An empty matplotlib figure, in inches, for an option of the command line.
 
     Raises:
         HybridError: matplotlib is not installed.
@@ -24,7 +24,7 @@ def new_figure(width: float, height: float) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise HybridError("--plot needs matplotlib. Install it: pip install 'ds_hybrid[report]'.") from error
+        raise HybridError(f"{option} needs matplotlib. Install it: pip install 'ds_hybrid[report]'.") from error
     return Figure(figsize=(width, height), layout="constrained")
 
 

@@ -52,7 +52,10 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "--zero-stage", type=int, choices=range(4), metavar="STAGE", help="look at this stage alone; default: 0 to 3"
     )
     parser.add_argument(
-        "--routing", default="zipf:1.0", metavar="LAW", help="uniform, zipf:S or a trace's .npz file (%(default)s)"
+        "--routing",
+        default="zipf:1.0",
+        metavar="LAW",
+        help="uniform, zipf:S, or a trace: a .npz file or a run's directory (%(default)s)",
     )
     parser.add_argument(
         "--attention", choices=("fused", "eager"), default="fused", help="kernel of the attention (%(default)s)"

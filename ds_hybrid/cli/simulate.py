@@ -47,7 +47,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("routing", metavar="TRACE.npz|zipf:S[,drift=D]", help="recorded routing, or drawn")
+    parser.add_argument(
+        "routing", metavar="TRACE|zipf:S[,drift=D]", help="recorded routing (a .npz file, a run's directory), or drawn"
+    )
     parser.add_argument(
         "--cluster", required=True, metavar="NAME", help="a table of ds_configs/machines, or a file of that form"
     )

@@ -14,17 +14,19 @@ from ds_hybrid.cli.output import aligned, new_figure, save_figure
 from ds_hybrid.config import RebalanceConfig
 from ds_hybrid.errors import HybridError
 from ds_hybrid.rebalance.algorithms import Algorithm
-from ds_hybrid.rebalance.simulate import BYTES_PER_PARAMETER, Replay, Trace, read_trace, replay
+from ds_hybrid.rebalance.simulate import BYTES_PER_PARAMETER, Replay, replay
+from ds_hybrid.rebalance.trace import Trace, read_trace
 
 DEFAULT_EXPERT_PARAMETERS = 3 * 2048 * 768
 """An expert of Qwen3-30B-A3B, for traces that do not tell."""
 
 _EXAMPLES = """examples:
-  ds_hybrid simulate-rebalance run.npz --ep 8
+  ds_hybrid simulate-rebalance runs/1 --ep 8
   ds_hybrid simulate-rebalance run.npz --ep 8 --algorithm swap --interval 50 --json
   ds_hybrid simulate-rebalance run.npz --ep 16 --nodes 2 --cross-node-penalty 8 --kappa 0.5 --plot balance.png
 
 A trace is a .npz file with an array counts [steps, layers, experts] of integers: (token, choice) pairs by expert.
+A run with ds_hybrid.observe.routing_trace writes one in its directory.
 """
 
 
@@ -39,7 +41,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("trace", type=Path, metavar="TRACE.npz", help="a routing trace")
+    parser.add_argument("trace", type=Path, metavar="TRACE", help="a routing trace: a .npz file, or a run's directory")
     parser.add_argument("--ep", type=count, required=True, metavar="N", help="ranks that share the experts")
     parser.add_argument("--algorithm", choices=get_args(Algorithm), default=defaults.algorithm, help="%(default)s")
     parser.add_argument(

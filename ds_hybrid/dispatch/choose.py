@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 from ds_hybrid.dispatch.modes import MODES, Mode
@@ -10,6 +11,22 @@ from ds_hybrid.dispatch.traffic import WireShape, expected_bytes
 
 HYSTERESIS = 0.1
 """The part of the present mode's time that another one must save."""
+
+
+@dataclass(frozen=True)
+class DispatcherChange:
+    """A layer's dispatcher before and after a choice, and the seconds of a forward and backward that decided it."""
+
+    layer: str
+    before: Mode
+    after: Mode
+    predicted: Mapping[Mode, float]
+
+    @property
+    def reason(self) -> str:
+        """Why, in words."""
+        table = ", ".join(f"{mode} {1000 * value:.3f}" for mode, value in self.predicted.items())
+        return f"predicted ms of a forward and backward: {table}"
 
 
 def candidates(mode: Mode | Literal["auto"], *, num_ranks: int, spans_nodes: bool) -> tuple[Mode, ...]:

@@ -1,10 +1,11 @@
-"""Counts the bytes that leave this rank, and the bytes that had to."""
+"""Counts the bytes that leave this rank, and those that had to; training's apart from evaluation's."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,12 +14,13 @@ from torch.autograd.function import once_differentiable
 
 from ds_hybrid.dispatch.arrived import Arrived, Experts
 from ds_hybrid.dispatch.modes import Mode
+from ds_hybrid.dispatch.spans import SILENT, Spans
 from ds_hybrid.dispatch.stopwatch import Stopwatch
 
 
 @dataclass(frozen=True)
 class WireBytes:
-    """Bytes that left this rank for others since the meter was last read, forward and backward; and what else it saw.
+    """Bytes that left this rank for others in some time, forward and backward; and what else the meter saw.
 
     Attributes:
         payload: rows of tokens and gradients, and the routing weights that ride with them; recomputation included.
@@ -36,14 +38,29 @@ class WireBytes:
     over the ranks of a group.
     """
 
-    payload: int
-    metadata: int
-    by_mode: Mapping[Mode, int]
-    lower_bound: int
-    num_tokens: int
-    num_arrived: int
-    exposed_seconds: float
-    expert_seconds: float
+    payload: int = 0
+    metadata: int = 0
+    by_mode: Mapping[Mode, int] = field(default_factory=dict)
+    lower_bound: int = 0
+    num_tokens: int = 0
+    num_arrived: int = 0
+    exposed_seconds: float = 0.0
+    expert_seconds: float = 0.0
+
+    def since(self, before: WireBytes) -> WireBytes:
+        """What came between two totals."""
+        by_mode = Counter(self.by_mode)
+        by_mode.subtract(before.by_mode)
+        return WireBytes(
+            self.payload - before.payload,
+            self.metadata - before.metadata,
+            {mode: sent for mode, sent in by_mode.items() if sent},
+            self.lower_bound - before.lower_bound,
+            self.num_tokens - before.num_tokens,
+            self.num_arrived - before.num_arrived,
+            self.exposed_seconds - before.exposed_seconds,
+            self.expert_seconds - before.expert_seconds,
+        )
 
 
 class Meter:
@@ -51,23 +68,39 @@ class Meter:
 
     Attributes:
         mode: which dispatcher sends.
-        exposed: runs while this rank waits for a message.
         computing: runs while its experts do, in training's forward, recomputation apart.
+        watched_by: where the works of training's calls are noted.
     """
 
     def __init__(self, mode: Mode = "alltoall") -> None:
         self.mode: Mode = mode
-        self.exposed = Stopwatch()
         self.computing = Stopwatch()
-        self._start_anew()
+        self.watched_by = SILENT
+        self._training, self._evaluation = _Account(), _Account()
+        self._forwards_are_training = True
+        self._taken = WireBytes()
 
-    def _start_anew(self) -> None:
-        self._payload = 0
-        self._metadata = 0
-        self._by_mode: Counter[Mode] = Counter()
-        self._num_tokens = 0
-        self._num_arrived = 0
-        self._lower_bound: Tensor | None = None
+    def begin(self, *, training: bool) -> None:
+        """A forward begins. What a backward sends is training's in any case."""
+        self._forwards_are_training = training
+
+    @property
+    def _is_training(self) -> bool:
+        return self._forwards_are_training or is_recomputing()
+
+    @property
+    def _account(self) -> _Account:
+        return self._training if self._is_training else self._evaluation
+
+    @property
+    def exposed(self) -> AbstractContextManager[None]:
+        """Runs while this rank waits for a message."""
+        return self.spans.waiting(self._account.exposed)
+
+    @property
+    def spans(self) -> Spans:
+        """Where the works of the present call are noted."""
+        return self.watched_by if self._is_training else SILENT
 
     def timed(self, experts: Experts, *, training: bool) -> Experts:
         """The same experts; in training, but for recomputation, ``computing`` runs while they do."""
@@ -81,40 +114,69 @@ class Meter:
         return run
 
     def add_payload(self, num_bytes: int) -> None:
-        self._payload += num_bytes
-        self._by_mode[self.mode] += num_bytes
+        account = self._account
+        account.payload += num_bytes
+        account.by_mode[self.mode] += num_bytes
 
     def add_metadata(self, num_bytes: int) -> None:
-        self._metadata += num_bytes
-        self._by_mode[self.mode] += num_bytes
+        account = self._account
+        account.metadata += num_bytes
+        account.by_mode[self.mode] += num_bytes
 
     def add_tokens(self, num_tokens: int) -> None:
         """Count routed tokens, once where activation checkpointing repeats a forward."""
-        self._num_tokens += num_tokens
+        self._account.num_tokens += num_tokens
 
     def add_arrived(self, num_tokens: int) -> None:
         """Count tokens that reached this rank's experts, likewise once."""
-        self._num_arrived += num_tokens
+        self._account.num_arrived += num_tokens
 
     def add_lower_bound(self, num_bytes: Tensor) -> None:
-        """Add a count that lives on the device; it is read back only by :meth:`read`."""
-        self._lower_bound = num_bytes if self._lower_bound is None else self._lower_bound + num_bytes
+        """Add a count that lives on the device; it is read back only with the totals."""
+        account = self._account
+        account.lower_bound = num_bytes if account.lower_bound is None else account.lower_bound + num_bytes
+
+    def training_total(self) -> WireBytes:
+        """Of training, since the beginning. Waits for the device."""
+        return self._total(self._training)
+
+    def total(self) -> WireBytes:
+        """Of training and evaluation, since the beginning. Waits for the device."""
+        return self._total(self._training, self._evaluation)
 
     def take(self) -> WireBytes:
-        """The totals since the last time. Waits for the device."""
-        lower_bound = 0 if self._lower_bound is None else int(self._lower_bound)
-        taken = WireBytes(
-            self._payload,
-            self._metadata,
-            self._by_mode,
-            lower_bound,
-            self._num_tokens,
-            self._num_arrived,
-            self.exposed.take(),
-            self.computing.take(),
+        """:meth:`total`, since the last time."""
+        total = self.total()
+        since, self._taken = total.since(self._taken), total
+        return since
+
+    def _total(self, *accounts: _Account) -> WireBytes:
+        by_mode: Counter[Mode] = Counter()
+        for account in accounts:
+            by_mode.update(account.by_mode)
+        return WireBytes(
+            payload=sum(account.payload for account in accounts),
+            metadata=sum(account.metadata for account in accounts),
+            by_mode=by_mode,
+            lower_bound=sum(int(account.lower_bound) for account in accounts if account.lower_bound is not None),
+            num_tokens=sum(account.num_tokens for account in accounts),
+            num_arrived=sum(account.num_arrived for account in accounts),
+            exposed_seconds=sum(account.exposed.total() for account in accounts),
+            expert_seconds=self.computing.total(),
         )
-        self._start_anew()
-        return taken
+
+
+@dataclass
+class _Account:
+    """What is added up; see :class:`WireBytes`."""
+
+    payload: int = 0
+    metadata: int = 0
+    by_mode: Counter[Mode] = field(default_factory=Counter)
+    num_tokens: int = 0
+    num_arrived: int = 0
+    lower_bound: Tensor | None = None
+    exposed: Stopwatch = field(default_factory=Stopwatch)
 
 
 def is_recomputing() -> bool:

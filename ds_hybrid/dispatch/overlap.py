@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -44,7 +46,8 @@ def run_in_chunks(
     choices = zip(routing.topk_ids.split(sizes), routing.topk_weights.split(sizes), strict=True)
     routings = [Routing(ids, weights, routing.num_experts) for ids, weights in choices]
     try:
-        plans = [dispatcher.plan(part, routed, placement) for part, routed in zip(parts, routings, strict=True)]
+        with dispatcher.group.meter.spans.work("plan"):
+            plans = [dispatcher.plan(part, routed, placement) for part, routed in zip(parts, routings, strict=True)]
     except RuntimeError as error:
         raise explained(error, dispatcher.group, layer=dispatcher.layer) from error
     works = [_one_chunk(dispatcher, part, plan, experts) for part, plan in zip(parts, plans, strict=True)]
@@ -53,7 +56,15 @@ def run_in_chunks(
 
 
 def _one_chunk(dispatcher: Dispatcher[Plan], tokens: Tensor, plan: Plan, experts: Experts) -> Steps[Tensor]:
-    arrived = yield from dispatcher.dispatch(tokens, plan)
+    spans = dispatcher.group.meter.spans
+    trail = spans.trail()
+    tokens = trail.mark(tokens, ends="dispatch")
+    arrived = yield from spans.steps("dispatch", dispatcher.dispatch(tokens, plan))
     if not is_recomputing():
         dispatcher.group.meter.add_arrived(len(arrived.tokens))
-    return (yield from dispatcher.combine(experts(arrived), plan))
+    arrived = replace(arrived, tokens=trail.mark(arrived.tokens, ends="experts", begins="dispatch"))
+    with spans.work("experts"):
+        sums = experts(arrived)
+    sums = trail.mark(sums, ends="combine", begins="experts")
+    output = yield from spans.steps("combine", dispatcher.combine(sums, plan))
+    return trail.mark(output, begins="combine")

@@ -11,6 +11,19 @@ from deepspeed.accelerator import get_accelerator
 
 _MOST_EVENTS = 512
 
+Instant = Any
+"""Seconds of the host's clock where it does the work itself (CPU), else an event of the current stream."""
+
+
+def instant() -> Instant:
+    """Now. On a device nothing waits."""
+    return time.perf_counter() if get_accelerator().is_synchronized_device() else _record()
+
+
+def seconds_between(begin: Instant, end: Instant) -> float:
+    """Below 0 where ``end`` came first. A device must have come past both."""
+    return end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1000
+
 
 class Stopwatch:
     """Adds up the time inside ``with``: the host's where it does the work itself (CPU), else the current stream's.
@@ -20,12 +33,11 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self._seconds = 0.0
-        self._taken = 0.0
-        self._began: Any = None
-        self._events: deque[tuple[Any, Any]] = deque()
+        self._began: Instant = None
+        self._events: deque[tuple[Instant, Instant]] = deque()
 
     def __enter__(self) -> None:
-        self._began = time.perf_counter() if get_accelerator().is_synchronized_device() else _record()
+        self._began = instant()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -45,15 +57,9 @@ class Stopwatch:
             self._add_oldest()
         return self._seconds
 
-    def take(self) -> float:
-        """Seconds since the last time. Waits for the device."""
-        total = self.total()
-        since, self._taken = total - self._taken, total
-        return since
-
     def _add_oldest(self) -> None:
         began, ended = self._events.popleft()
-        self._seconds += began.elapsed_time(ended) / 1000
+        self._seconds += seconds_between(began, ended)
 
 
 def _record() -> Any:

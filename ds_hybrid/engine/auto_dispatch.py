@@ -10,7 +10,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils.logging import print_dist
 
-from ds_hybrid.dispatch.choose import decide
+from ds_hybrid.dispatch.choose import DispatcherChange, decide
 from ds_hybrid.dispatch.collectives import RankGroup
 from ds_hybrid.dispatch.measure import measure_link
 from ds_hybrid.dispatch.meter import Meter
@@ -37,23 +37,24 @@ class AutoDispatch:
         self._speeds: dict[Any, GroupSpeed] = {}
         self._num_steps = 0
 
-    def after_step(self) -> None:
-        """Count an optimizer step, and choose if it is time."""
+    def after_step(self) -> list[DispatcherChange]:
+        """Count an optimizer step, and choose if it is time; what changed."""
         self._num_steps += 1
-        if self._switches and self._num_steps % INTERVAL == 1:
-            self.choose()
+        return self.choose() if self._switches and self._num_steps % INTERVAL == 1 else []
 
-    def choose(self) -> None:
+    def choose(self) -> list[DispatcherChange]:
         """Predict, agree and switch, for the demand since the last time. Measures the links the first time."""
         predictions = [_predict(switch, table, self._links(switch)) for switch, table in self._tables()]
         flat = [value for of_layer in predictions for value in of_layer.values()]
         slowest = torch.tensor(flat, device=get_accelerator().current_device_name())
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         agreed = iter(slowest.tolist())
+        changes = []
         for switch, of_layer in zip(self._switches, predictions, strict=True):
             seconds = {mode: next(agreed) for mode in of_layer}
             if any(seconds.values()):  # a layer that was not called keeps its dispatcher
-                _switch_to_quickest(switch, seconds)
+                changes += _switch_to_quickest(switch, seconds)
+        return changes
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps, so that a resumed run dispatches as the one that was not interrupted."""
@@ -97,15 +98,13 @@ def _predict(switch: DispatchSwitch, table: DemandTable | None, links: dict[Any,
     return {mode: predicted_seconds(mode, table, switch.shape, links, node_of_rank=nodes) for mode in switch.candidates}
 
 
-def _switch_to_quickest(switch: DispatchSwitch, seconds: dict[Mode, float]) -> None:
+def _switch_to_quickest(switch: DispatchSwitch, seconds: dict[Mode, float]) -> list[DispatcherChange]:
     switch.predicted = seconds
     current = switch.dispatcher.mode
     chosen = decide(current, seconds)
-    if chosen != current:
-        table = ", ".join(f"{mode} {1000 * value:.3f}" for mode, value in seconds.items())
-        print_dist(
-            f"ds_hybrid: {switch.layer}: dispatcher {current} -> {chosen}; predicted ms of a forward and backward: "
-            f"{table}",
-            ranks=[0],
-        )
-        switch.use(chosen)
+    if chosen == current:
+        return []
+    change = DispatcherChange(switch.layer, current, chosen, seconds)
+    print_dist(f"ds_hybrid: {switch.layer}: dispatcher {current} -> {chosen}; {change.reason}", ranks=[0])
+    switch.use(chosen)
+    return [change]

@@ -12,6 +12,7 @@ import copy
 import json
 import logging
 import os
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -29,7 +30,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.tensor_parallel.init_utils import merge_tp_model_init_into_config
 from deepspeed.utils import groups, log_dist
-from torch import nn
+from torch import Tensor, nn
 
 from ds_hybrid.config import HybridConfig, check, find_warnings, name_of, read_document
 from ds_hybrid.engine.agreement import compare_ranks, raise_alike
@@ -56,10 +57,12 @@ from ds_hybrid.engine.groups import (
 )
 from ds_hybrid.engine.load_plan import LoadPlan, plan_load
 from ds_hybrid.engine.moe_stats import StatsReader
+from ds_hybrid.engine.observer import Observer, Unobserved
 from ds_hybrid.engine.parameter_groups import split_groups, split_optimizer
 from ds_hybrid.engine.rebalancer import Rebalancer
 from ds_hybrid.engine.resharding import LocalNames, load_unparted_optimizer, load_untrained, whole_names
 from ds_hybrid.engine.router_logits import record_router_logits, router_recorders_hidden
+from ds_hybrid.engine.run_facts import run_record
 from ds_hybrid.engine.sequence_parallel import SequenceParallel, share_sequences
 from ds_hybrid.engine.staging import begin, publish, staged_tag
 from ds_hybrid.engine.tensor_parallel import refuse_empty_shards, sum_gradients_of_blocks
@@ -70,6 +73,8 @@ from ds_hybrid.moe.autoep import HybridAutoEPLayer
 from ds_hybrid.moe.correction_bias import update_correction_biases
 from ds_hybrid.moe.kinds import MoELayer
 from ds_hybrid.moe.layer import MoE
+from ds_hybrid.observe.compose import Progress
+from ds_hybrid.observe.events import RunRecord
 from ds_hybrid.observe.stats import MoEStats
 from ds_hybrid.placement import ExpertPlacement
 from ds_hybrid.rebalance.migrate import MoveReport, move_experts
@@ -111,6 +116,7 @@ class MoEEngine(DeepSpeedEngine):
         self._expert_groups = expert_groups_of_all_ranks([f"ep_size_{size}" for size in ep_sizes])
         self._expert_grids = {size: expert_grid(f"ep_size_{size}") for size in ep_sizes}
         self._rebalancer = self._make_rebalancer(layers)
+        self._observer = self._make_observer(layers)
 
     def _make_rebalancer(self, layers: Sequence[MoELayer]) -> Rebalancer | None:
         config = self.hybrid_config.rebalance
@@ -119,6 +125,25 @@ class MoEEngine(DeepSpeedEngine):
         all_groups = {size: self._expert_groups[f"ep_size_{size}"] for size in self._expert_grids}
         costs = CostMeter(layers, self._expert_grids, all_groups, self.cluster, self._cut_by_nodes)
         return Rebalancer(layers, config, costs, self._move_experts)
+
+    def _make_observer(self, layers: Sequence[MoELayer]) -> Unobserved:
+        config = self.hybrid_config.observe
+        if config.directory is None and not self.monitor.enabled:
+            return Unobserved()
+
+        def describe(no_nvlink: str | None) -> RunRecord:
+            return run_record(
+                self.config,
+                self.module,
+                layers,
+                self.cluster,
+                {size: self._expert_groups[f"ep_size_{size}"] for size in self._expert_grids},
+                self._expert_grids,
+                tp_size=self.autotp_size() or 1,
+                no_nvlink=no_nvlink,
+            )
+
+        return Observer(config, layers, self.module, self.monitor, self.cluster, describe)
 
     def _configure_expert_parallel(self, model: nn.Module, collect_sources: bool | None = None) -> Any:
         with router_recorders_hidden(model):
@@ -183,13 +208,24 @@ class MoEEngine(DeepSpeedEngine):
         finally:
             self.has_moe_layers = has_moe_layers
 
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
+        """As DeepSpeed's."""
+        self._observer.loss(loss, factor=1 if scale_wrt_gas else self.gradient_accumulation_steps())
+        with self._observer.work("backward", "backward"):
+            return super().backward(loss, retain_graph, scale_wrt_gas)
+
     def _take_model_step(self, lr_kwargs: Any) -> None:
-        super()._take_model_step(lr_kwargs)
+        with self._observer.work("optimizer", "step"):
+            super()._take_model_step(lr_kwargs)
         gates = [layer.deepspeed_moe.gate for layer in self.module.modules() if isinstance(layer, MoE)]
         update_correction_biases(gates, apply=self._step_applied)
-        self._auto_dispatch.after_step()
-        if self._rebalancer is not None:
-            self._rebalancer.after_step(self.global_steps, self.optimizer)
+        with self._observer.work("rebalance", "step"):
+            changes = self._auto_dispatch.after_step()
+            look = None
+            if self._rebalancer is not None:
+                look = self._rebalancer.after_step(self.global_steps, self.optimizer)
+        progress = Progress(self.global_steps, self.global_samples, tuple(map(float, self.get_lr())))
+        self._observer.after_step(progress, changes, look)
 
     def save_checkpoint(
         self,
@@ -207,6 +243,7 @@ class MoEEngine(DeepSpeedEngine):
         Raises:
             CheckpointError: on every rank, when the ranks have different tags, or one cannot write.
         """
+        self._observer.pause()
         tag = str(tag) if tag is not None else f"global_step{self.global_steps}"
         agree_on_tag(tag)
         moves_files = (self.local_rank if self.use_node_local_storage() else self.global_rank) == 0
@@ -248,6 +285,29 @@ class MoEEngine(DeepSpeedEngine):
             CheckpointError: on every rank and before anything changes, when the placement is missing or is not that of
                 the files; or the experts were on other ranks, and their optimizer's part is to be loaded.
         """
+        path, client_state = self._load_and_place(
+            load_dir,
+            tag,
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            load_module_only,
+            custom_load_fn,
+        )
+        if path is not None:
+            self._observer.resumed(self.global_steps, str(path))
+        return path, client_state
+
+    def _load_and_place(
+        self,
+        load_dir: str,
+        tag: str | None,
+        load_module_strict: bool,
+        load_optimizer_states: bool,
+        load_lr_scheduler_states: bool,
+        load_module_only: bool,
+        custom_load_fn: Any,
+    ) -> tuple[str | None, dict[str, Any] | None]:
         universal = self.load_universal_checkpoint()
         saved = read_saved(load_dir, tag, latest=LATEST_UNIVERSAL if universal else "latest")
         plan = (
@@ -343,7 +403,16 @@ class MoEEngine(DeepSpeedEngine):
                 f"move_experts after {done} of {num_micro_batches} micro-batches: their gradients would go to other "
                 "experts. Call it after the engine's step that ends them."
             )
-        return self._move_experts(targets)
+        began = time.perf_counter()
+        report = self._move_experts(targets)
+        get_accelerator().synchronize()
+        self._observer.moved(self.global_steps, targets, report, time.perf_counter() - began)
+        return report
+
+    def destroy(self) -> None:
+        """As DeepSpeed's; the files of the run are closed."""
+        self._observer.close()
+        super().destroy()
 
     def _move_experts(self, targets: Mapping[str, ExpertPlacement]) -> MoveReport:
         return move_experts(list(self.moe_layers_by_name().values()), targets, self._expert_grids, self.optimizer)

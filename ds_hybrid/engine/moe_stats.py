@@ -9,6 +9,7 @@ import deepspeed.comm as dist
 import torch
 from torch import Tensor
 
+from ds_hybrid.dispatch.meter import WireBytes
 from ds_hybrid.dispatch.modes import ALL_MODES
 from ds_hybrid.moe.kinds import MoELayer
 from ds_hybrid.observe.stats import LayerStats, MoEStats
@@ -19,30 +20,40 @@ class StatsReader:
 
     Args:
         layers: of the model, in one order on every rank.
+        training_alone: leave out the bytes and tokens of evaluation, and the time it took.
     """
 
-    def __init__(self, layers: Sequence[MoELayer]) -> None:
+    def __init__(self, layers: Sequence[MoELayer], *, training_alone: bool = False) -> None:
         self._layers = layers
-        self._seen = [layer.expert_load.clone() for layer in layers]
+        self._training_alone = training_alone
+        self.skip()
+
+    def skip(self) -> None:
+        """Forget what was counted since the last time. Waits for the device."""
+        self._seen = [layer.expert_load.clone() for layer in self._layers]
+        self._sent = [self._total(layer) for layer in self._layers]
+
+    def _total(self, layer: MoELayer) -> WireBytes:
+        return layer.meter.training_total() if self._training_alone else layer.meter.total()
 
     def take(self) -> MoEStats:
         """The counts of every layer since the last time, summed over all ranks, in one exchange. Collective."""
         if not self._layers:
             return MoEStats(())
-        loads = [layer.expert_load.clone() for layer in self._layers]
+        seen, sent = self._seen, self._sent
+        self.skip()
         counts = [
-            _counts(layer, load - seen) for layer, load, seen in zip(self._layers, loads, self._seen, strict=True)
+            _counts(layer, self._sent[number].since(sent[number]), self._seen[number] - seen[number])
+            for number, layer in enumerate(self._layers)
         ]
-        self._seen = loads
         total = torch.cat(counts)
         dist.all_reduce(total)
         of_layer = total.split([len(part) for part in counts])
         return MoEStats(tuple(_stats_of(*pair) for pair in zip(self._layers, of_layer, strict=True)))
 
 
-def _counts(layer: MoELayer, load: Tensor) -> Tensor:
+def _counts(layer: MoELayer, sent: WireBytes, load: Tensor) -> Tensor:
     """One row: totals, the bytes by mode, by place the arrived tokens and the experts' time, the load; int64."""
-    sent = layer.meter.take()
     group = layer.dispatcher.group
     of_place = load.new_zeros(2, group.size)
     of_place[:, group.rank] = load.new_tensor([sent.num_arrived, round(sent.expert_seconds * 1e9)])

@@ -20,6 +20,7 @@ from ds_hybrid.moe.kinds import MoELayer
 from ds_hybrid.placement import ExpertPlacement
 from ds_hybrid.rebalance.algorithms import lower_bound, rank_loads
 from ds_hybrid.rebalance.load import ExpertLoad
+from ds_hybrid.rebalance.look import Gain, Look, Move
 from ds_hybrid.rebalance.migrate import MoveReport
 from ds_hybrid.rebalance.policy import (
     Costs,
@@ -39,12 +40,14 @@ class Trial:
     """A move whose gain is still to be measured.
 
     Attributes:
+        moved_at: the step that it followed.
         before, after: where the layer's experts were, and where they are since.
         predicted: the gain in seconds per step.
         counts: [E] int64, the pairs of each expert since then.
         num_steps: how many steps that is.
     """
 
+    moved_at: int
     before: ExpertPlacement
     after: ExpertPlacement
     predicted: float
@@ -105,17 +108,16 @@ class Rebalancer:
         self._is_off = False
         self._watches = {name: self._new_watch(layer) for name, layer in self._layers.items()}
 
-    def after_step(self, step: int, optimizer: Any) -> None:
-        """Count the pairs of the step before ``step``, and look at the layers whose time has come."""
+    def after_step(self, step: int, optimizer: Any) -> Look | None:
+        """Count the pairs of the step before ``step``, and look at the layers whose time has come, if any has."""
         if self._is_off:
-            return
+            return None
         counts = self._step_loads.after_step()
         if counts is None:
             self._costs.begin()
         self._count(counts)
         due = [name for name in self._layers if self._is_due(name, step)]
-        if due:
-            self._look(due, step, optimizer)
+        return self._look(due, step, optimizer) if due else None
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps, so that a resumed run decides as the one that was not interrupted."""
@@ -153,18 +155,19 @@ class Rebalancer:
             step, interval=self._config.interval, imbalance=float(imbalance), threshold=threshold
         )
 
-    def _look(self, due: Sequence[str], step: int, optimizer: Any) -> None:
+    def _look(self, due: Sequence[str], step: int, optimizer: Any) -> Look:
         self._count(self._step_loads.settle())  # measured are the seconds of this step too
         try:
             costs = dict(zip(self._layers, self._costs.measure(optimizer), strict=True))
         except PlacementError as error:
             _log(f"step {step}: off from now on: {error}")
             self._is_off = True
-            return
+            return Look("off", str(error))
         began = time.perf_counter()
         targets, outlooks = {}, {}
+        gains: list[Gain] = []
         for name in due:
-            self._measure(name, costs[name])
+            gains += self._measure(name, costs[name])
             targets[name], outlooks[name] = self._propose(name, costs[name])
             self._watches[name] = replace(self._watches[name], patience=self._watches[name].patience.looked(step))
         paying = [name for name in due if outlooks[name].pays]
@@ -174,25 +177,29 @@ class Rebalancer:
             self._tell(name, outlooks[name], planned=carry_out and outlooks[name].pays)
         if paying and not carry_out:
             seconds = costs[due[0]].seconds_per_event
-            _log(f"step {step}: moves of {len(paying)} layers would pay, but not an event of {seconds:.3f} s for them")
+            reason = f"moves of {len(paying)} layers would pay, but not an event of {seconds:.3f} s for them"
             self._costs.refuse_event()
+            look = Look("too_costly", reason)
         elif carry_out and self._config.dry_run:
-            _log(f"step {step}: dry run, nothing moves")
+            look = Look("dry_run", "dry run, nothing moves")
         elif carry_out:
-            self._carry_out({name: targets[name] for name in paying}, outlooks, step, began)
+            look = self._carry_out({name: targets[name] for name in paying}, outlooks, step, began)
         else:
             worst = max(due, key=lambda name: outlooks[name].imbalance_before)
-            _log(f"step {step}: nothing moves; {describe(worst, outlooks[worst])[0]}")
+            look = Look("stays", f"nothing moves; {describe(worst, outlooks[worst])[0]}")
+        _log(f"step {step}: {look.reason}")
+        return replace(look, outlooks=outlooks, gains=tuple(gains))
 
-    def _measure(self, name: str, costs: Costs) -> None:
+    def _measure(self, name: str, costs: Costs) -> list[Gain]:
         """Close the trial of the last move, if there is one."""
         watch = self._watches[name]
         if watch.trial is None or not watch.trial.num_steps:
-            return
+            return []
         trial = watch.trial
         gain = measured_gain(trial.counts / trial.num_steps, trial.before, trial.after, costs)
         _log(describe_measured(name, predicted=trial.predicted, measured=gain))
         self._watches[name] = replace(watch, patience=watch.patience.after(gain), trial=None)
+        return [Gain(name, trial.moved_at, trial.predicted, gain)]
 
     def _propose(self, name: str, costs: Costs) -> tuple[ExpertPlacement, LayerOutlook]:
         layer, load, config = self._layers[name], self._watches[name].load.forecast, self._config
@@ -218,26 +225,26 @@ class Rebalancer:
 
     def _carry_out(
         self, targets: Mapping[str, ExpertPlacement], outlooks: Mapping[str, LayerOutlook], step: int, began: float
-    ) -> None:
+    ) -> Look:
         before = {name: self._layers[name].placement for name in targets}
         predicted = sum(outlooks[name].cost_seconds for name in targets)
         try:
             report = self._move(targets)
         except PlacementError as error:
-            _log(f"step {step}: {error} Training goes on.")
-            return
+            return Look("failed", f"{error} Training goes on.")
         get_accelerator().synchronize()
         seconds = time.perf_counter() - began
         self._costs.add_event(seconds - predicted)
-        _log(
-            f"step {step}: moved {report.num_moved} experts of {len(targets)} layers in {seconds:.3f} s, moves alone "
-            f"predicted {predicted:.3f} s; rank 0 sent {report.bytes_sent} bytes"
-        )
         for name in targets:
             layer, watch = self._layers[name], self._watches[name]
             nothing = np.zeros(layer.num_experts, dtype=np.int64)
-            trial = Trial(before[name], layer.placement, outlooks[name].gain_seconds_per_step, nothing)
+            trial = Trial(step, before[name], layer.placement, outlooks[name].gain_seconds_per_step, nothing)
             self._watches[name] = replace(watch, trial=trial)
+        reason = (
+            f"moved {report.num_moved} experts of {len(targets)} layers in {seconds:.3f} s, moves alone predicted "
+            f"{predicted:.3f} s; rank 0 sent {report.bytes_sent} bytes"
+        )
+        return Look("moved", reason, move=Move(tuple(targets), report.num_moved, seconds, predicted, report.bytes_sent))
 
 
 def _log(line: str) -> None:

@@ -131,7 +131,9 @@ class HybridAutoEPLayer(AutoEPMoELayer):
     def _forward(self, hidden_states: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         hidden_size = hidden_states.shape[-1]
         tokens = hidden_states.reshape(-1, hidden_size)
-        topk_weights, topk_ids, tokens_per_expert = self.router(tokens, self.expert_bias)
+        self.meter.begin(training=self.training)
+        with self.meter.spans.work("router"):
+            topk_weights, topk_ids, tokens_per_expert = self.router(tokens, self.expert_bias)
         routing = Routing(topk_ids, topk_weights, self.num_experts)
         shares = TokenShares(self.same_tokens, len(tokens))
         with torch.no_grad():

@@ -77,9 +77,12 @@ class RoutedExperts(nn.Module):
             DispatchError: on every rank, when the ranks disagree.
         """
         dispatcher = self.switch.dispatcher
-        routed: RouterOutput = self.gate(tokens, is_used)
+        meter = dispatcher.group.meter
+        meter.begin(training=self.training)
+        with meter.spans.work("router"):
+            routed: RouterOutput = self.gate(tokens, is_used)
         cargo = pack_kept(tokens, routed, by_pair=self.gate.options.capacity is not None)
-        experts = dispatcher.group.meter.timed(by_rows(self.experts), training=self.training)
+        experts = meter.timed(by_rows(self.experts), training=self.training)
         combined = run_in_chunks(
             dispatcher, cargo.tokens, cargo.routing, self.placement, experts, num_chunks=self._num_chunks
         )

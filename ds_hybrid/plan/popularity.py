@@ -14,7 +14,7 @@ from ds_hybrid.errors import ConfigError
 from ds_hybrid.plan.model import ModelShape
 from ds_hybrid.plan.routing import read_routing
 from ds_hybrid.problems import show
-from ds_hybrid.rebalance.simulate import read_trace
+from ds_hybrid.rebalance.trace import is_trace, read_trace
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -49,7 +49,7 @@ class Popularity:
 
 
 def read_popularity(text: str, model: ModelShape, *, num_steps: int | None, top_k: int | None = None) -> Popularity:
-    """A trace's .npz file, or ``zipf:S[,drift=D]``.
+    """A trace's .npz file, the directory of a run that recorded one, or ``zipf:S[,drift=D]``.
 
     Zipf's law is that of ``read_routing``, one order of the experts for each layer. With drift every expert has a score
     of mean 0 and variance 1, by whose order the places are given; each step renews the part D of its variance, so after
@@ -63,7 +63,7 @@ def read_popularity(text: str, model: ModelShape, *, num_steps: int | None, top_
         ConfigError: it is neither; a trace has fewer steps, or an expert with more than one choice of each token.
         PlacementError: the file is no trace.
     """
-    if text.endswith(".npz"):
+    if is_trace(text):
         return _of_trace(text, num_steps, top_k or model.top_k)
     law, _, drift = text.partition(",")
     if top_k not in (None, model.top_k) or not law.startswith("zipf:"):

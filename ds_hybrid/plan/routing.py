@@ -15,7 +15,7 @@ import numpy.typing as npt
 from ds_hybrid.errors import ConfigError
 from ds_hybrid.plan.model import ModelShape
 from ds_hybrid.problems import show
-from ds_hybrid.rebalance.simulate import read_trace
+from ds_hybrid.rebalance.trace import is_trace, read_trace
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -98,7 +98,8 @@ def chance_of_need(blocks: FloatArray, top_k: int) -> FloatArray:
 
 
 def read_routing(text: str, model: ModelShape) -> RoutingLaw:
-    """``uniform``, ``zipf:S`` with an exponent S, or a trace: a .npz file with ``counts`` [steps, layers, E].
+    """``uniform``, ``zipf:S`` with an exponent S, or a trace: a .npz file with ``counts`` [steps, layers, E], or the
+    directory of a run that recorded one.
 
     Zipf's law is the prior of the choice: the experts with the K largest log(place ** -S) + Gumbel noise are taken.
 
@@ -111,7 +112,7 @@ def read_routing(text: str, model: ModelShape) -> RoutingLaw:
         inclusion = np.full((1, model.num_experts), model.top_k / model.num_experts)
     elif kind == "zipf":
         inclusion = _zipf(_exponent(exponent, text), model)
-    elif text.endswith(".npz"):
+    elif is_trace(text):
         inclusion = _of_trace(text, model)
     else:
         raise ConfigError(f"--routing {show(text)}: must be uniform, zipf:S such as zipf:1.0, or a trace's .npz file.")

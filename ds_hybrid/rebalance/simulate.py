@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ast
-import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -16,59 +13,10 @@ from ds_hybrid.placement import ExpertPlacement
 from ds_hybrid.rebalance.algorithms import Algorithm, FloatArray
 from ds_hybrid.rebalance.load import ExpertLoad
 from ds_hybrid.rebalance.policy import Costs, propose
+from ds_hybrid.rebalance.trace import Trace
 
 BYTES_PER_PARAMETER = 2 + 12
 """bf16 weight, fp32 master, and Adam's two moments; there are no gradients at a step's end."""
-
-
-@dataclass(frozen=True, eq=False)
-class Trace:
-    """Who was routed where.
-
-    Attributes:
-        counts: [T, L, E] int64: (token, choice) pairs of each step, layer and expert.
-        expert_parameters: parameters of one expert, if the trace tells.
-    """
-
-    counts: npt.NDArray[np.int64]
-    expert_parameters: int | None = None
-
-
-def read_trace(path: str | Path) -> Trace:
-    """A ``.npz`` file with an array ``counts`` [T, L, E] of integers, and perhaps the text ``meta``, a dict.
-
-    Raises:
-        PlacementError: the file is something else.
-        OSError: it cannot be read.
-    """
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            counts, meta = arrays.get("counts"), str(arrays.get("meta", "{}"))
-            names = ", ".join(arrays.files) or "none"
-    except (ValueError, zipfile.BadZipFile, EOFError, AttributeError, TypeError) as error:
-        raise PlacementError(f"{path}: not a .npz file of plain arrays. Write it with numpy.savez.") from error
-    if counts is None:
-        raise PlacementError(f"{path}: has no array counts, but {names}. counts must be [steps, layers, experts].")
-    shape = f"{counts.dtype} {list(counts.shape)}"
-    if counts.ndim != 3 or not counts.size or counts.dtype.kind not in "iu":
-        raise PlacementError(f"{path}: counts is {shape}, must be integers [steps, layers, experts], none of them 0.")
-    counts = counts.astype(np.int64)
-    if (counts < 0).any():
-        raise PlacementError(f"{path}: counts ({shape}) has {counts.min()}, must be 0 or more.")
-    empty = np.argwhere(counts.sum(-1) == 0)
-    if len(empty):
-        step, layer = empty[0]
-        raise PlacementError(f"{path}: counts ({shape}) is 0 for all experts of layer {layer} at step {step}.")
-    return Trace(counts, _expert_parameters(meta))
-
-
-def _expert_parameters(meta: str) -> int | None:
-    """Two matrices between the widths d and h, as the traces' models have."""
-    try:
-        settings = ast.literal_eval(meta)
-        return 2 * int(settings["d"]) * int(settings["h"])
-    except (ValueError, SyntaxError, KeyError, TypeError):
-        return None
 
 
 @dataclass(frozen=True)

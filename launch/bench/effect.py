@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from ds_hybrid.observe.run_directory import RunEvents
 
 BASELINE = "off"
 FloatArray = npt.NDArray[np.float64]
@@ -142,35 +143,26 @@ def window(tracks: Mapping[str, Track], first: int, last: int, domains: Sequence
     )
 
 
-def events(engine: str, track: Track) -> list[Event]:
-    """What the rebalancer's log tells, in order."""
-    found: list[Event] = []
-    open_trials: dict[str, int] = {}
-    for step, lines in enumerate(track.log, start=1):
-        gains = {}
-        for line in lines:
-            if closed := _MEASURED.search(line):
-                if (number := open_trials.pop(closed["layer"], None)) is not None:
-                    gain = (found[number].measured_gain or 0.0) + float(closed["ms"]) / 1e3
-                    found[number] = replace(found[number], measured_gain=gain)
-            elif proposed := _MOVES.search(line):
-                gains[proposed["layer"]] = float(proposed["ms"]) / 1e3
-            elif moved := _MOVED.search(line):
-                open_trials |= dict.fromkeys(gains, len(found))
-                found.append(
-                    Event(
-                        engine,
-                        step,
-                        num_moved=int(moved["num"]),
-                        seconds=float(moved["seconds"]),
-                        predicted_seconds=float(moved["predicted"]),
-                        extra_seconds=_over_the_usual(track.wall.max(1), step - 1),
-                        rank_0_bytes=int(moved["bytes"]),
-                        predicted_gain=sum(gains.values()),
-                        measured_gain=None,
-                        layers=tuple(gains),
-                    )
-                )
+def events(engine: str, run: RunEvents, track: Track) -> list[Event]:
+    """The moves that a run wrote down, in order."""
+    found = []
+    for move in (record for record in run.rebalances if record.action == "moved"):
+        layers = tuple(move.placements)
+        gains = [gain.measured for gain in run.gains if gain.moved_at == move.step and gain.layer in layers]
+        found.append(
+            Event(
+                engine,
+                move.step,
+                num_moved=move.num_moved,
+                seconds=move.seconds or 0.0,
+                predicted_seconds=move.predicted_seconds or 0.0,
+                extra_seconds=_over_the_usual(track.wall.max(1), move.step - 1),
+                rank_0_bytes=move.bytes_sent or 0,
+                predicted_gain=sum(each.predicted_gain for each in move.decisions if each.layer in layers),
+                measured_gain=sum(gains) if gains else None,
+                layers=layers,
+            )
+        )
     return found
 
 
@@ -192,12 +184,6 @@ def to_markdown(windows: Sequence[Window], whole: Window | None, of_engines: Seq
     return "\n".join(lines) + "\n"
 
 
-_MOVED = re.compile(
-    r"step \d+: moved (?P<num>\d+) experts .* in (?P<seconds>\S+) s, moves alone predicted (?P<predicted>\S+) s; "
-    r"rank 0 sent (?P<bytes>\d+) bytes"
-)
-_MOVES = re.compile(r"(?P<layer>\S+): moves \d+ experts .* gain (?P<ms>\S+) ms a step")
-_MEASURED = re.compile(r"(?P<layer>\S+): measured gain (?P<ms>\S+) ms a step")
 _AROUND = 10
 
 _WINDOW_HEADER = (

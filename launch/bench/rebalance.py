@@ -19,6 +19,7 @@ import json
 import os
 import sys
 import sysconfig
+import tempfile
 import time
 import warnings
 import zlib
@@ -33,7 +34,7 @@ import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import set_log_level_from_string
-from effect import BASELINE, Track, events, to_json, to_markdown, window
+from effect import BASELINE, Event, Track, events, to_json, to_markdown, window
 from numpy.typing import NDArray
 from results import settings
 from torch.nn.functional import cross_entropy
@@ -42,6 +43,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 import ds_hybrid
 from ds_hybrid.dispatch.modes import MODES
 from ds_hybrid.errors import ConfigError, HybridError
+from ds_hybrid.observe.run_directory import read_events
 from ds_hybrid.rebalance.algorithms import Algorithm
 
 NUM_BYTES = 256
@@ -170,7 +172,15 @@ def run(options: Options, environment: dict[str, Any]) -> None:
         ConfigError: on every rank, for sizes that do not fit, or hosts with different text.
     """
     domains = agreed_domains(options)
-    engines = {name: make_engine(options, name) for name in (BASELINE, *options.algorithms)}
+    with tempfile.TemporaryDirectory() as own_folder:
+        folder = Path(gathered(own_folder)[0])  # of rank 0, which writes
+        train(options, environment, domains, folder)
+        dist.barrier()
+
+
+def train(options: Options, environment: dict[str, Any], domains: list[Domain], folder: Path) -> None:
+    """As :func:`run`; the engines write in ``folder`` what they decide."""
+    engines = {name: make_engine(options, name, folder) for name in (BASELINE, *options.algorithms)}
     samples: dict[str, list[Sample]] = {name: [] for name in engines}
     for step in range(options.steps):
         tokens = batch(domains, options, step, rank=dist.get_rank())
@@ -183,10 +193,13 @@ def run(options: Options, environment: dict[str, Any]) -> None:
             gc.collect()
             tracks = {name: track_of(gathered(of_engine)) for name, of_engine in samples.items()}
             if dist.get_rank() == 0:
-                show(tracks, domains, options, environment)
+                found = [
+                    event for name, track in tracks.items() for event in events(name, read_events(folder / name), track)
+                ]
+                show(tracks, found, domains, options, environment)
 
 
-def make_engine(options: Options, name: str) -> Any:
+def make_engine(options: Options, name: str, folder: Path) -> Any:
     """An engine that moves experts as the algorithm ``name`` says, or not at all; the same weights each time."""
     config = Qwen3MoeConfig(
         vocab_size=NUM_BYTES,
@@ -205,11 +218,12 @@ def make_engine(options: Options, name: str) -> Any:
     )
     torch.manual_seed(options.seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    engine, *_ = ds_hybrid.initialize(model=model, model_parameters=model.parameters(), config=ds_config(options, name))
+    document = ds_config(options, name, folder)
+    engine, *_ = ds_hybrid.initialize(model=model, model_parameters=model.parameters(), config=document)
     return engine
 
 
-def ds_config(options: Options, name: str) -> dict[str, Any]:
+def ds_config(options: Options, name: str, folder: Path) -> dict[str, Any]:
     rebalance = {
         "enabled": name != BASELINE,
         "algorithm": options.algorithms[0] if name == BASELINE else name,
@@ -225,7 +239,12 @@ def ds_config(options: Options, name: str) -> dict[str, Any]:
         "scheduler": {"type": "WarmupLR", "params": warm_up},
         "zero_optimization": {"stage": options.zero_stage},
         "expert_parallel": {"enabled": True, "autoep_size": options.ep or dist.get_world_size()},
-        "ds_hybrid": {"dispatch": {"mode": options.mode}, "rebalance": rebalance},
+        "ds_hybrid": {
+            "dispatch": {"mode": options.mode},
+            "rebalance": rebalance,
+            # Decisions alone: no step is recorded.
+            "observe": {"directory": str(folder / name), "interval": 10**9, "timeline": False},
+        },
         "steps_per_print": 10**9,
     }
 
@@ -277,7 +296,13 @@ def track_of(ranks: list[list[Sample]]) -> Track:
     )
 
 
-def show(tracks: Mapping[str, Track], domains: list[Domain], options: Options, environment: dict[str, Any]) -> None:
+def show(
+    tracks: Mapping[str, Track],
+    found: list[Event],
+    domains: list[Domain],
+    options: Options,
+    environment: dict[str, Any],
+) -> None:
     """Of all steps so far, so that a run that is ended early has told what it knows."""
     num_steps, length = len(tracks[BASELINE].losses), options.steps_of_window
     windows = [
@@ -286,7 +311,6 @@ def show(tracks: Mapping[str, Track], domains: list[Domain], options: Options, e
     ]
     from_here = options.warm_up + options.interval + 1
     whole = window(tracks, from_here, num_steps, ["all"]) if from_here <= num_steps else None
-    found = [event for name, track in tracks.items() for event in events(name, track)]
     if options.json is not None:
         described: dict[str, Any] = {"settings": environment, "options": asdict(options)}
         del described["options"]["json"], described["options"]["markdown"]

@@ -20,7 +20,19 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["validate", "schema", "doctor", "export", "plan", "calibrate", "simulate-rebalance", "universal"]
+    "command",
+    [
+        "validate",
+        "schema",
+        "doctor",
+        "export",
+        "plan",
+        "calibrate",
+        "simulate-rebalance",
+        "universal",
+        "report",
+        "trace",
+    ],
 )
 def test_every_command_shows_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as leaving:

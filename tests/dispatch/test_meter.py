@@ -100,3 +100,26 @@ def test_frozen_rows_cross_without_a_gradient() -> None:
     weight = torch.ones(6, requires_grad=True)
     (crossing(torch.randn(9, 6), torch.tensor(4), meter) * weight).sum().backward()
     assert meter.take().lower_bound == 4 * 6 * 4
+
+
+def test_training_is_told_apart_from_evaluation_and_backward_is_training() -> None:
+    meter = Meter()
+    rows = torch.ones(1, 4, requires_grad=True)
+    crossed = crossing(rows, torch.tensor(1), meter)
+    meter.add_payload(100)
+    meter.add_tokens(3)
+    meter.begin(training=False)
+    meter.add_payload(50)
+    meter.add_metadata(7)
+    meter.add_tokens(2)
+    meter.add_lower_bound(torch.tensor(1000))
+    crossed.sum().backward()  # of the forward before the evaluation
+    assert meter.training_total() == replace(
+        NOTHING, payload=100, by_mode={"alltoall": 100}, num_tokens=3, lower_bound=2 * 16
+    )
+    total = replace(
+        NOTHING, payload=150, metadata=7, by_mode={"alltoall": 157}, num_tokens=5, lower_bound=2 * 16 + 1000
+    )
+    assert meter.total() == total
+    assert meter.take() == total
+    assert meter.take() == NOTHING

@@ -41,6 +41,7 @@ SOURCES = {
     "DeepSpeedEngine.clip_fp32_gradients": (DeepSpeedEngine.clip_fp32_gradients, "c3ad53cbce68a72f"),
     "DeepSpeedEngine._configure_distributed_model": (DeepSpeedEngine._configure_distributed_model, "a9a57b807f5eed72"),
     "DeepSpeedEngine._take_model_step": (DeepSpeedEngine._take_model_step, "c4c6e01aa1fc4e7d"),
+    "DeepSpeedEngine.backward": (DeepSpeedEngine.backward, "89aab0f80f1a80b3"),
     "DeepSpeedEngine._configure_optimizer": (DeepSpeedEngine._configure_optimizer, "dd82a70f2f92fe12"),
     "DeepSpeedEngine._configure_zero_optimizer": (DeepSpeedEngine._configure_zero_optimizer, "f31cf07a5d4f4170"),
     "DeepSpeedZeroOptimizer._configure_moe_settings": (
@@ -207,7 +208,7 @@ NAMES = [
     "torch.distributed.distributed_c10d:_world.pg_map",
     "deepspeed.utils.groups:_EXPERT_PARALLEL_GROUP_RANKS",
     "deepspeed.utils.groups:_EXPERT_DATA_PARALLEL_GROUP_RANKS",
-    # dispatch/meter.py
+    # dispatch/meter.py, dispatch/spans.py
     "torch:_C._current_graph_task_id",
 ]
 

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from effect import Track, balance, events, to_markdown, window
 
-from ds_hybrid.rebalance.policy import LayerOutlook, describe, describe_measured
+from ds_hybrid.observe.events import GainRecord, LayerDecision, RebalanceRecord
+from ds_hybrid.observe.run_directory import RunEvents
 
 ROOT = Path(__file__).parents[2]
 NUM_STEPS, INTERVAL, WINDOW, NUM_LAYERS, HIDDEN, WIDTH = 10, 3, 4, 2, 16, 8
@@ -73,41 +74,55 @@ def test_ratios_are_within_a_step_and_totals_over_all() -> None:
     assert (only_last.wall_ratio, only_last.num_moved) == (2.0, 2)
 
 
-def test_an_event_is_told_by_its_lines_and_its_gain_by_later_ones() -> None:
-    moved = "step 1: moved 6 experts of 2 layers in 0.125 s, moves alone predicted 0.004 s; rank 0 sent 4096 bytes"
-    first = (*moves("a", gain=0.0065), *moves("b", gain=0.0015), moved)
-    measured = (
-        describe_measured("a", predicted=0.0065, measured=0.004),
-        describe_measured("b", predicted=0.0015, measured=-0.001),
+def test_an_event_is_told_by_its_record_and_its_gain_by_later_ones() -> None:
+    decisions = [decision("a", gain=0.0065, pays=True), decision("b", gain=0.0015, pays=True)]
+    moved = RebalanceRecord(
+        time=0.0,
+        step=1,
+        action="moved",
+        decisions=(*decisions, decision("c", gain=0.1, pays=False)),
+        reason="",
+        num_moved=6,
+        seconds=0.125,
+        predicted_seconds=0.004,
+        bytes_sent=4096,
+        placements={"a": ((0,), (1,)), "b": ((1,), (0,))},
     )
-    not_carried_out = (*measured, *moves("a", gain=0.007))
-    log = tuple(tuple(f"[Rank 0] ds_hybrid: rebalance: {line}" for line in step) for step in (first, not_carried_out))
-    (event,) = events("swap", make_track(log=log, wall=np.array([[1.0, 5.0], [4.0, 3.0]])))
+    gains = [
+        GainRecord(time=0.0, step=2, layer=layer, moved_at=at, predicted=0.0, measured=measured)
+        for layer, at, measured in (("a", 1, 0.004), ("b", 1, -0.001), ("a", 0, 5.0))
+    ]
+    stays = RebalanceRecord(
+        time=0.0, step=2, action="stays", decisions=(decision("a", gain=0.007, pays=True),), reason=""
+    )
+    track = make_track(wall=np.array([[1.0, 5.0], [4.0, 3.0]]))
+    (event,) = events("swap", RunEvents((moved, *gains, stays)), track)
     assert (event.engine, event.step, event.num_moved, event.layers) == ("swap", 1, 6, ("a", "b"))
     assert (event.seconds, event.predicted_seconds, event.rank_0_bytes) == (0.125, 0.004, 4096)
     assert event.extra_seconds == pytest.approx(5 - 4)
     assert event.predicted_gain == pytest.approx(0.008)
     assert event.measured_gain == pytest.approx(0.003)
     assert "| `swap` | 1 | 2 | 6 | 0.0 | 0.12 | 1.00 | 0.004 | 8.0 | 3.0 |" in to_markdown([], None, [event])
+    (unmeasured,) = events("swap", RunEvents((moved,)), track)
+    assert unmeasured.measured_gain is None
 
 
-def moves(layer: str, *, gain: float) -> list[str]:
-    """What the rebalancer says of a layer that is to move; a gain in seconds per step."""
-    plan = LayerOutlook(
-        imbalance_before=1.6,
-        imbalance_after=1.1,
-        bound=1.0,
+def decision(layer: str, *, gain: float, pays: bool) -> LayerDecision:
+    """A gain in seconds per step."""
+    return LayerDecision(
+        layer=layer,
+        load_before=1.6,
+        load_after=1.1,
+        load_bound=1.0,
         hottest_expert=3,
         hottest_load=1.2,
         num_moved=4,
         num_moved_across=0,
-        num_moves_of_busiest=2,
-        gain_seconds_per_step=gain,
-        cost_seconds=0.002,
-        pays=True,
+        predicted_gain=gain,
+        predicted_cost=0.002,
+        pays=pays,
         reason="earned back in 1 steps",
     )
-    return describe(layer, plan)
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ds_hybrid.observe.run_directory import read_events
+
 pytestmark = pytest.mark.launch
 
 ROOT = Path(__file__).parents[2]
@@ -31,11 +33,12 @@ NUM_STEPS = 12
 
 @dataclass(frozen=True)
 class Run:
-    """What a finished run said: its exit code, all it printed, and the losses it logged by step."""
+    """What a finished run said: its exit code, all it printed, the losses it logged by step; and where it ran."""
 
     code: int
     output: str
     losses: dict[int, float]
+    folder: Path
 
 
 def free_port() -> int:
@@ -80,14 +83,15 @@ def run(command: list[str], folder: Path, *options: str, **environment: str) -> 
         process.wait(timeout=TIME_LIMIT)
     lines = log.read_text().splitlines() if log.exists() else []
     losses = {record["step"]: record["loss"] for record in map(json.loads, lines)}
-    return Run(process.returncode, output.read_text(), losses)
+    return Run(process.returncode, output.read_text(), losses, folder)
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """All the steps in one go, by the quickstart, under the deepspeed launcher."""
     quickstart = [str(ROOT / "launch" / "quickstart.sh")]
-    return run(quickstart, tmp_path_factory.mktemp("deepspeed") / "run", "--steps", str(NUM_STEPS))
+    options = ("--steps", str(NUM_STEPS), "--run-dir", "events")
+    return run(quickstart, tmp_path_factory.mktemp("deepspeed") / "run", *options)
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,14 @@ def test_the_loss_falls_and_a_summary_tells(whole: Run) -> None:
     assert float(found["last"]) < 0.8 * float(found["first"])
     assert 1 <= float(found["ratio"]) <= 1.05
     assert 1 <= float(found["load"]) <= 4  # 8 experts, 2 of them for each token
+
+
+def test_its_events_have_the_same_losses(whole: Run) -> None:
+    """The balance loss, which is part of what is trained on, is small."""
+    (record,) = read_events(whole.folder / "events").steps
+    first_ten = [loss for step, loss in whole.losses.items() if step <= 10]
+    assert record.step == 10
+    assert record.loss == pytest.approx(sum(first_ten) / 10, abs=0.1)
 
 
 def test_torchrun_trains_the_same(whole: Run, half: Half) -> None:

@@ -11,7 +11,8 @@ import pytest
 from ds_hybrid.errors import PlacementError
 from ds_hybrid.placement import ExpertPlacement
 from ds_hybrid.rebalance.algorithms import Algorithm, new_placement
-from ds_hybrid.rebalance.simulate import Replay, Trace, read_trace, replay
+from ds_hybrid.rebalance.simulate import Replay, replay
+from ds_hybrid.rebalance.trace import Trace, read_trace
 from tests.rebalance.traces import FOLDER, trace
 
 AUX = "e32k2_aux1e-2"

@@ -11,7 +11,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array, vstack
 
 from ds_hybrid.rebalance.algorithms import lower_bound
-from ds_hybrid.rebalance.simulate import Trace, read_trace
+from ds_hybrid.rebalance.trace import Trace, read_trace
 
 FOLDER = Path(__file__).parents[1] / "data" / "traces"
 

@@ -1,0 +1,254 @@
+"""From records to what the report shows: every figure worked out by hand or by other means."""
+
+from __future__ import annotations
+
+import math
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ds_hybrid.observe.events import DispatcherRecord, GainRecord, Record
+from ds_hybrid.observe.report.charts import drawn_ranks, heatmap_columns
+from ds_hybrid.observe.report.digest import headline, placements, rank_spread, view_of
+from ds_hybrid.observe.report.page import page
+from ds_hybrid.observe.report.view import RunView
+from ds_hybrid.observe.run_directory import RunEvents, read_events
+from tests.observe.runs import (
+    AT_FIRST,
+    LAYERS,
+    MOVED,
+    all_events,
+    decision,
+    rebalance_record,
+    run_record,
+    step_record,
+    timeline_record,
+    write_run,
+)
+
+
+def view(*records: Record, step: int | None = None) -> RunView:
+    timeline = None if step is None else timeline_record(step)
+    return view_of(RunEvents(records), name="run", timeline=timeline, timeline_steps=() if step is None else (step,))
+
+
+def titles(*records: Record, step: int | None = None) -> list[str]:
+    return [each.title for each in view(*records, step=step).advice]
+
+
+def configured(**sections: Any) -> dict[str, Any]:
+    return {"tensorboard": {"enabled": True}, "ds_hybrid": sections}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> RunView:
+    events = read_events(write_run(tmp_path_factory.mktemp("run")))
+    return view_of(events, name="run", timeline=timeline_record(60), timeline_steps=(50, 60))
+
+
+def test_lines(whole: RunView) -> None:
+    (loss,), (memory,) = whole.lines["loss"], whole.lines["memory"]
+    assert loss.steps == (10, 20, 30, 40, 50, 60)
+    assert loss.values == tuple(step_record(step).loss for step in loss.steps)
+    assert set(memory.values) == {910_000_000.0}
+    assert "nvlink" not in whole.lines
+
+
+def test_layers(whole: RunView) -> None:
+    first, second = whole.layers
+    assert (first.first_slots, first.last_slots, first.group, first.num_groups) == (AT_FIRST, MOVED, (0, 1), 2)
+    for place, step in enumerate(first.steps):
+        load = np.array(step_record(step).layers[0].load)
+        slots = AT_FIRST if step <= 30 else MOVED
+        assert first.rank_spread[place] == pytest.approx(max(load[list(held)].sum() for held in slots) * 2 / load.sum())
+        assert first.relative_loads[place] == pytest.approx(load * 8 / load.sum())
+    assert first.wire.ratio == pytest.approx(900 / 850)
+    assert first.wire.bytes_per_token == pytest.approx(900_000 / 2560)
+    assert second.wire.by_mode == {"two_stage": 1_800_000, "allgather": 4_200_000}
+    assert [mark.kind for mark in second.marks] == ["dispatcher"]
+
+
+def test_rebalances_are_measured_by_the_records_on_both_sides(whole: RunView) -> None:
+    (row,) = whole.rebalances
+    before = [rank_spread(step_record(step).layers[0].load, AT_FIRST) for step in (10, 20, 30)]
+    after = [rank_spread(step_record(step).layers[0].load, MOVED) for step in (40, 50, 60)]
+    assert (row.step, row.layer, row.outcome, row.num_moved) == (30, LAYERS[0], "moved", 2)
+    assert row.measured_before == pytest.approx(np.mean(before))
+    assert row.measured_after == pytest.approx(np.mean(after))
+    assert (row.predicted_gain, row.measured_gain) == (0.004, 0.0036)
+    assert whole.num_looks == 2
+
+
+def test_a_record_that_a_move_cuts_is_on_neither_side() -> None:
+    moved = rebalance_record(step=25)
+    (row,) = view(run_record(), step_record(10), step_record(20), moved, step_record(30), step_record(40)).rebalances
+    before = [rank_spread(step_record(step).layers[0].load, AT_FIRST) for step in (10, 20)]
+    assert row.measured_before == pytest.approx(np.mean(before))
+    assert row.measured_after == pytest.approx(rank_spread(step_record(40).layers[0].load, MOVED))
+
+
+def test_moves_by_a_call_are_counted_from_placements() -> None:
+    called = rebalance_record(action="called", decisions=())
+    shown = view(run_record(), step_record(30), called)
+    assert [(row.outcome, row.num_moved, row.measured_after) for row in shown.rebalances] == [
+        ("moved by a call", 2, None)
+    ]
+    assert shown.num_looks == 0
+
+
+def test_a_resume_places_experts_without_being_a_move() -> None:
+    since = placements(RunEvents(tuple(all_events())))
+    assert since[LAYERS[0]] == [(0, AT_FIRST), (30, MOVED)]
+    assert since[LAYERS[1]] == [(0, AT_FIRST)]
+
+
+def test_headline(whole: RunView) -> None:
+    figures = {name: (value, beside) for name, value, beside in headline(whole)}
+    assert figures["Tokens per second"] == ("2,050", "median")
+    assert figures["Wire bytes"][0] == "1.12\N{MULTIPLICATION SIGN}"
+    assert figures["Exposed communication"][0] == "16 %"
+    assert figures["Experts moved"] == ("2", "at 1 step")
+
+
+def test_timeline_adds_up(whole: RunView) -> None:
+    step = whole.step
+    assert step is not None
+    waits = {0: 2 * (500 + 800 + 500 + 900 + 500), 1: 2 * (500 + 800 + 3500 + 900 + 3500)}
+    for rank in step.ranks:
+        assert rank.exposed == pytest.approx(waits[rank.rank % 2] / 1e6)
+        assert rank.exposed == pytest.approx(sum(wait.seconds for wait in rank.waits))
+        assert rank.seconds("experts") == pytest.approx(6 * (0.009 if rank.rank % 2 == 0 else 0.006))
+    assert step.names == ("router", "plan", "dispatch", "experts", "combine")
+    assert step.exposed_fraction == pytest.approx(sum(2 * wait for wait in waits.values()) / 1e6 / 4 / 0.151)
+    assert drawn_ranks(step) == step.ranks
+
+
+def test_columns_of_the_heatmap_are_stretches_of_steps() -> None:
+    (layer, _) = view(run_record(), *(step_record(step) for step in (10, 20, 50))).layers
+    across, columns = heatmap_columns(layer)
+    known = np.isfinite(columns).all(axis=1)
+    assert (across.low, across.high) == (-10.0, 50.0) or (across.low, across.high) == (0.0, 50.0)
+    assert known.sum() == 3
+    assert np.nanmean(columns, axis=1)[known] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("config", "word"),
+    [
+        (configured(), "rebalance.enabled = true"),
+        (configured(rebalance={"enabled": True, "dry_run": True}), "rebalance.dry_run = false"),
+        (configured(rebalance={"enabled": True}), "rebalance.interval"),
+    ],
+)
+def test_uneven_load_is_told_with_what_to_do(config: dict[str, Any], word: str) -> None:
+    even = step_record(10).layers[1]
+    skewed = even.model_copy(update={"load": (300, 300, 300, 300, 100, 100, 100, 100)})
+    found = view(run_record(ds_config=config), step_record(10, layers=(skewed,), exposed_fraction=0.0)).advice
+    assert [each.title for each in found] == [
+        f"{LAYERS[1]}: the busiest rank gets 1.50\N{MULTIPLICATION SIGN} the mean"
+    ]
+    assert word in found[0].text
+
+
+def test_one_expert_alone_cannot_be_evened_out() -> None:
+    hot = step_record(10).layers[0].model_copy(update={"load": (1000, 100, 100, 100, 100, 100, 100, 100)})
+    (each, *_) = view(run_record(ds_config=configured()), step_record(10, layers=(hot,))).advice
+    assert "Expert 0 alone has 1.18\N{MULTIPLICATION SIGN} of a rank's fair share" in each.text
+
+
+def test_what_else_is_told() -> None:
+    quiet = run_record(ds_config=configured(), node_of_rank=("a",) * 4)
+    calm = {"exposed_fraction": 0.01, "layers": step_record(40).layers[1:]}
+    assert titles(quiet, step_record(10, **calm)) == []
+    assert titles(quiet, step_record(10, **(calm | {"exposed_fraction": 0.3}))) == ["Exposed communication takes 30 %"]
+    assert titles(quiet, step_record(10, loss=math.nan, **calm)) == ["The loss is not a number from step 10 on"]
+    assert titles(quiet) == ["No step was recorded"]
+    far = calm["layers"][0].model_copy(update={"wire_bytes": {"alltoall": 2_040_000}, "mode": "alltoall"})
+    times = "\N{MULTIPLICATION SIGN}"
+    assert titles(quiet, step_record(10, **(calm | {"layers": (far,)}))) == [
+        f"{LAYERS[1]} sends 2.40{times} the lower bound"
+    ]
+    silent = calm["layers"][0].model_copy(update={"load": (0, 100, 100, 100, 100, 100, 100, 100)})
+    assert titles(quiet, step_record(10, **(calm | {"layers": (silent,)}))) == [
+        f"{LAYERS[1]}: 1 expert got no token lately"
+    ]
+    off = rebalance_record(action="off", decisions=(), placements={}, reason="no optimizer state")
+    assert titles(quiet, step_record(30, **calm), off) == ["Rebalancing switched itself off at step 30"]
+    lost = GainRecord(time=0, step=60, layer=LAYERS[1], moved_at=30, predicted=0.004, measured=-0.002)
+    assert titles(quiet, step_record(60, **calm), lost) == [f"{LAYERS[1]}: moves that did not pay"]
+    slow = [step_record(step, tokens_per_second=1000.0 if step > 60 else 2000.0, **calm) for step in range(10, 130, 10)]
+    assert titles(quiet, *slow) == ["The run became 50 % slower"]
+    flips = [
+        DispatcherRecord(
+            time=0, step=step, layer=LAYERS[1], before="x", after="y", predicted_seconds={}, reason="quicker"
+        )
+        for step in (1, 21, 41, 61)
+    ]
+    assert titles(quiet, *flips, step_record(60, **calm)) == [f"{LAYERS[1]} changed its dispatcher 4 times"]
+    fat = [
+        step_record(step, host_memory=(step * 10**8,), **calm) for step in range(10, 90, 10)
+    ]  # from 3 GB after a quarter to 8 GB
+    assert titles(quiet, *fat) == ["Host memory keeps growing"]
+    assert titles(run_record(ds_config={}, node_of_rank=("a",) * 4), step_record(10, **calm)) == ["Watch it live"]
+
+
+def test_dry_runs_and_refusals_are_rows() -> None:
+    rows = view(
+        run_record(),
+        step_record(30),
+        rebalance_record(action="dry_run", placements={}),
+        rebalance_record(
+            step=60, action="stays", decisions=(decision(LAYERS[1], 1.2, 1.1, 2, pays=False),), placements={}
+        ),
+    ).rebalances
+    assert [(row.step, row.layer, row.outcome) for row in rows] == [
+        (30, LAYERS[0], "dry run"),
+        (60, LAYERS[1], "does not pay"),
+    ]
+
+
+class _Tags(HTMLParser):
+    """Checks that elements close in the order in which they opened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        names = [name for name, _ in attributes]
+        assert len(names) == len(set(names))
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+@pytest.mark.parametrize("records", [all_events(), [run_record()], [run_record(world_size=1, layers=())]])
+def test_page_is_well_formed_and_fetches_nothing(records: list[Record]) -> None:
+    html = page(view(*records))
+    tags = _Tags()
+    tags.feed(html)
+    tags.close()
+    assert tags.open == []
+    assert "http://" not in html.replace("http://www.w3.org/2000/svg", "")
+    assert "https://" not in html
+    assert "url(" not in html.replace("url(#waiting)", "")
+
+
+def test_pictures_hold_what_the_page_holds(whole: RunView, tmp_path: Path) -> None:
+    figure_module = pytest.importorskip("matplotlib.figure")
+    from ds_hybrid.observe.report.figures import figures_of
+
+    figures = {each.name: each for each in figures_of(whole)}
+    assert list(figures) == ["training", "expert_load", "timeline", "bytes", "rebalances", "placement"]
+    canvas = figure_module.Figure(figsize=(12, 4))
+    figures["expert_load"].draw(canvas)
+    (image,) = canvas.axes[0].images
+    assert np.asarray(image.get_array()) == pytest.approx(whole.layers[0].relative_loads.T)
+    canvas = figure_module.Figure(figsize=(9, 3))
+    figures["bytes"].draw(canvas)
+    assert [bar.get_width() for bar in canvas.axes[0].patches] == pytest.approx([900_000 / 2560, 1_000_000 / 2560])

@@ -1,0 +1,131 @@
+"""What a run wrote down is read back: whole, torn, damaged, resumed, begun anew."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from ds_hybrid.errors import EventsError
+from ds_hybrid.observe.events import EVENTS_FILE, TIMELINE_FILE, RebalanceRecord, Record, StepRecord
+from ds_hybrid.observe.run_directory import find_timelines, read_events
+from tests.observe.runs import (
+    LAYERS,
+    MOVED,
+    all_events,
+    run_record,
+    step_record,
+    timeline_record,
+    write_lines,
+    write_run,
+)
+
+
+def test_records_come_back_as_they_were(tmp_path: Path) -> None:
+    read = read_events(write_run(tmp_path))
+    void = step_record(50, loss=99.0)
+    assert read.records == tuple(record for record in all_events() if record != void)
+    assert read.warnings == ()
+    assert [record.step for record in read.steps] == [10, 20, 30, 40, 50, 60]
+    assert len(read.runs) == 2
+    assert read.resumes[0].placements[LAYERS[0]] == MOVED
+    assert [(record.step, record.action) for record in read.rebalances] == [(30, "moved"), (60, "stays")]
+    assert (read.gains[0].moved_at, read.dispatchers[0].after) == (30, "allgather")
+
+
+def test_a_run_that_began_anew_in_the_directory_is_read_alone(tmp_path: Path) -> None:
+    first = [run_record(), step_record(10), step_record(20)]
+    second: list[Record] = [run_record(time=1.0), step_record(10, loss=1.0)]
+    write_lines(tmp_path / EVENTS_FILE, [*first, run_record(time=0.5), *second])
+    assert read_events(tmp_path).records == tuple(second)
+    write_lines(tmp_path / EVENTS_FILE, [*first, second[0]])  # not clear yet whether it will be resumed
+    assert read_events(tmp_path).records == (*first, second[0])
+
+
+def test_numbers_that_json_lacks_survive_as_strict_json(tmp_path: Path) -> None:
+    write_lines(tmp_path / EVENTS_FILE, [run_record(), step_record(10, loss=math.nan), step_record(20, loss=math.inf)])
+    for line in (tmp_path / EVENTS_FILE).read_text().splitlines():
+        json.loads(line, parse_constant=pytest.fail)
+    first, second = read_events(tmp_path).steps
+    assert math.isnan(first.loss or 0.0)
+    assert second.loss == math.inf
+
+
+def test_a_torn_last_line_is_passed_over_with_a_warning(tmp_path: Path) -> None:
+    path = write_run(tmp_path) / EVENTS_FILE
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-20])
+    read = read_events(tmp_path)
+    assert [record.step for record in read.steps] == [10, 20, 30, 40, 50]
+    assert [f"{path}:{len(whole.splitlines())}: the last line is not whole" in line for line in read.warnings] == [True]
+
+
+def damaged(line: str) -> dict[str, str]:
+    fields = json.loads(line)
+    return {
+        "not JSON": line[:30],
+        "no object": "3",
+        "no version": json.dumps({key: value for key, value in fields.items() if key != "version"}),
+        "another kind": json.dumps(fields | {"kind": "stop"}),
+        "a wrong type": json.dumps(fields | {"step": "ten"}),
+        "a field is missing": json.dumps({key: value for key, value in fields.items() if key != "samples"}),
+    }
+
+
+@pytest.mark.parametrize("damage", damaged(step_record(10).to_line()))
+def test_a_damaged_line_is_named(tmp_path: Path, damage: str) -> None:
+    path = write_run(tmp_path) / EVENTS_FILE
+    lines = path.read_text().splitlines()
+    lines[1] = damaged(lines[1])[damage]
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(EventsError, match=rf"^{re.escape(str(path))}:2: damaged: .*Remove the line"):
+        read_events(tmp_path)
+
+
+def test_a_later_schema_is_refused_and_unknown_fields_are_not(tmp_path: Path) -> None:
+    path = write_run(tmp_path) / EVENTS_FILE
+    lines = path.read_text().splitlines()
+    lines[1] = json.dumps(json.loads(lines[1]) | {"more": 1})
+    path.write_text("\n".join(lines) + "\n")
+    assert len(read_events(tmp_path).steps) == 6
+    lines[2] = json.dumps(json.loads(lines[2]) | {"version": 2})
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(EventsError, match=r"events\.jsonl:3: schema version 2, this ds_hybrid reads up to 1\."):
+        read_events(tmp_path)
+
+
+@pytest.mark.parametrize("lines", [None, [], [step_record(10)]], ids=["no file", "empty", "no start"])
+def test_a_directory_without_a_run_is_refused(tmp_path: Path, lines: list[StepRecord] | None) -> None:
+    if lines is not None:
+        write_lines(tmp_path / EVENTS_FILE, lines)
+    with pytest.raises(EventsError, match=r"events\.jsonl: .*Give the directory that ds_hybrid\.observe\.directory"):
+        read_events(tmp_path)
+
+
+def test_timelines_are_found_by_step_and_the_last_of_a_step_counts(tmp_path: Path) -> None:
+    assert find_timelines(tmp_path).steps == ()
+    again = timeline_record(20).model_copy(update={"seconds": 3.0})
+    write_lines(tmp_path / TIMELINE_FILE, [*map(timeline_record, (10, 20, 30)), again])
+    found = find_timelines(tmp_path)
+    assert found.steps == (10, 20)
+    assert found.read(20) == again
+    with pytest.raises(EventsError, match=r"no timeline of step 30\. Steps that have one: 10, 20\."):
+        found.read(30)
+
+
+def test_spans_of_a_rank_are_put_together_from_columns() -> None:
+    spans = timeline_record(10).spans(1)
+    starts = [span.start for span in spans]
+    assert starts == sorted(starts)
+    experts = [span for span in spans if span.name == "experts" and span.phase == "forward"]
+    assert [(span.layer, span.seconds, span.exposed) for span in experts] == [(name, 0.006, 0.0) for name in LAYERS]
+    assert {span.layer for span in spans if span.name in ("forward", "backward", "optimizer")} == {None}
+
+
+def test_records_cannot_be_changed() -> None:
+    record = RebalanceRecord(time=0.0, step=1, action="stays", reason="")
+    with pytest.raises(ValueError, match="frozen"):
+        record.step = 2  # type: ignore[misc]

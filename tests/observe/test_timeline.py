@@ -1,0 +1,65 @@
+"""Spans of several ranks become one record, on one clock, and know how much of them was waiting."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ds_hybrid.observe.timeline import Timed, timeline_record, waited_within
+
+
+def test_the_clock_begins_with_the_first_span_of_any_rank() -> None:
+    ranks = [
+        [Timed("router", "forward", 0, start=-0.5, seconds=0.1), Timed("forward", "forward", -1, -0.6, 0.4)],
+        [Timed("experts", "backward", 1, start=-0.8, seconds=0.7)],
+        [],
+    ]
+    record = timeline_record(ranks, ["a", "b"], time=3.0, step=7)
+    assert (record.step, record.time, record.layers) == (7, 3.0, ("a", "b"))
+    assert record.seconds == pytest.approx(0.7)
+    assert [(s.name, s.phase, s.layer, s.start, s.seconds) for s in record.spans(0)] == [
+        ("forward", "forward", None, pytest.approx(0.2), pytest.approx(0.4)),
+        ("router", "forward", "a", pytest.approx(0.3), pytest.approx(0.1)),
+    ]
+    assert [(s.name, s.layer, s.start) for s in record.spans(1)] == [("experts", "b", 0.0)]
+    assert record.spans(2) == ()
+
+
+def test_waits_count_in_every_span_that_they_lie_in() -> None:
+    ranks = [
+        [
+            Timed("wait", "forward", 0, 2.0, 1.0),
+            Timed("wait", "forward", 0, 4.0, 0.5),
+            Timed("combine", "forward", 0, 1.0, 3.0),
+            Timed("router", "forward", 0, 0.0, 1.0),
+            Timed("forward", "forward", -1, 0.0, 6.0),
+        ]
+    ]
+    exposed = {(s.name, s.start): s.exposed for s in timeline_record(ranks, ["a"], time=0.0, step=1).spans(0)}
+    assert exposed == {
+        ("wait", 2.0): 1.0,
+        ("wait", 4.0): 0.5,
+        ("combine", 1.0): 1.0,
+        ("router", 0.0): 0.0,
+        ("forward", 0.0): 1.5,
+    }
+
+
+def test_parts_of_waits_count_in_part() -> None:
+    draw = np.random.default_rng(0)
+    edges = np.sort(draw.uniform(0, 10, 20))
+    wait_starts, wait_ends = edges[::2], edges[1::2]
+    starts = draw.uniform(0, 10, 50)
+    ends = starts + draw.uniform(0, 3, 50)
+    by_hand = [
+        sum(max(0.0, min(end, e) - max(start, s)) for s, e in zip(wait_starts, wait_ends, strict=True))
+        for start, end in zip(starts, ends, strict=True)
+    ]
+    shuffled = draw.permutation(10)
+    found = waited_within(starts, ends, wait_starts[shuffled], wait_ends[shuffled])
+    assert found == pytest.approx(np.array(by_hand))
+
+
+def test_no_spans_at_all() -> None:
+    record = timeline_record([[], []], ["a"], time=0.0, step=1)
+    assert (record.seconds, record.names, record.spans(1)) == (0.0, (), ())

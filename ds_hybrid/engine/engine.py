@@ -29,7 +29,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.tensor_parallel.init_utils import merge_tp_model_init_into_config
 from deepspeed.utils import groups, log_dist
-from torch import nn
+from torch import Tensor, nn
 
 from ds_hybrid.config import HybridConfig, check, find_warnings, name_of, read_document
 from ds_hybrid.engine.agreement import compare_ranks, raise_alike
@@ -63,7 +63,7 @@ from ds_hybrid.engine.router_logits import record_router_logits, router_recorder
 from ds_hybrid.engine.staging import begin, publish, staged_tag
 from ds_hybrid.engine.tensor_parallel import refuse_empty_shards, sum_gradients_of_blocks
 from ds_hybrid.engine.versions import untested_versions
-from ds_hybrid.engine.whole_weights import save_whole_model
+from ds_hybrid.engine.whole_weights import gather_whole, save_whole_model
 from ds_hybrid.errors import ConfigError, PlacementError
 from ds_hybrid.moe.autoep import HybridAutoEPLayer
 from ds_hybrid.moe.correction_bias import update_correction_biases
@@ -298,6 +298,19 @@ class MoEEngine(DeepSpeedEngine):
         if not self.moe_layers_by_name():
             return super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
         return save_whole_model(self, save_dir, save_filename, exclude_frozen_parameters=exclude_frozen_parameters)
+
+    def whole_state_dict(self, *, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
+        """The weights of the whole model on rank 0's CPU, by Hugging Face's names where there are any; {} elsewhere.
+
+        Experts of all ranks are there in logical order. All ranks call it.
+        """
+        return gather_whole(self, exclude_frozen_parameters=exclude_frozen_parameters)
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        if not self.moe_layers_by_name():
+            return super()._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+        state = gather_whole(self, exclude_frozen_parameters=exclude_frozen_parameters)
+        return state if self.global_rank == 0 else None
 
     def clip_fp32_gradients(self) -> None:
         """Clip by the norm of the whole model, experts of all ranks and shards of AutoTP included."""

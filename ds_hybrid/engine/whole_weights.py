@@ -37,12 +37,7 @@ def save_whole_model(
             level=logging.WARNING,
         )
         return False
-    if engine._optimizer_has_ckpt_event_prologue():
-        engine.optimizer.checkpoint_event_prologue()
-    expert_parallel = (engine.config or {}).get("expert_parallel") or {}
-    state = whole_weights(engine.module, expert_parallel, exclude_frozen_parameters=exclude_frozen_parameters)
-    if engine._optimizer_has_ckpt_event_epilogue():
-        engine.optimizer.checkpoint_event_epilogue()
+    state = gather_whole(engine, exclude_frozen_parameters=exclude_frozen_parameters)
     commit = CheckpointCommitInfo(tag=f"global_step{engine.global_steps}", save_dir=save_dir, save_latest=False)
     engine.checkpoint_engine.create(commit)
     if dist.get_rank() == 0:
@@ -53,6 +48,17 @@ def save_whole_model(
             engine.checkpoint_engine.save(state, str(path))
     engine.checkpoint_engine.commit(commit)
     return True
+
+
+def gather_whole(engine: DeepSpeedEngine, *, exclude_frozen_parameters: bool) -> dict[str, Tensor]:
+    """What ``MoEEngine.whole_state_dict`` does; its result. All ranks call it."""
+    if engine._optimizer_has_ckpt_event_prologue():
+        engine.optimizer.checkpoint_event_prologue()
+    expert_parallel = (engine.config or {}).get("expert_parallel") or {}
+    state = whole_weights(engine.module, expert_parallel, exclude_frozen_parameters=exclude_frozen_parameters)
+    if engine._optimizer_has_ckpt_event_epilogue():
+        engine.optimizer.checkpoint_event_epilogue()
+    return state
 
 
 def whole_weights(

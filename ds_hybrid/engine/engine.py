@@ -32,6 +32,7 @@ from deepspeed.utils import groups, log_dist
 from torch import Tensor, nn
 
 from ds_hybrid.config import HybridConfig, check, find_warnings, name_of, read_document
+from ds_hybrid.engine.adapters import base_model, refuse_adapted_experts
 from ds_hybrid.engine.agreement import compare_ranks, raise_alike
 from ds_hybrid.engine.auto_dispatch import AutoDispatch
 from ds_hybrid.engine.checkpoint import (
@@ -109,8 +110,10 @@ class MoEEngine(DeepSpeedEngine):
         return Rebalancer(layers, config, costs, self._move_experts)
 
     def _configure_expert_parallel(self, model: nn.Module, collect_sources: bool | None = None) -> Any:
+        refuse_adapted_experts(model, converting=self.expert_parallel_is_on())
         with router_recorders_hidden(model):
-            sources = super()._configure_expert_parallel(model, collect_sources)
+            # AutoEP looks for layers by their names in the model that adapters wrap.
+            sources = super()._configure_expert_parallel(base_model(model), collect_sources)
         adopted = self._adopt_converted_layers(model)
         record_router_logits(model, adopted)
         self._configure_explicit_layers(model)
@@ -330,7 +333,10 @@ class MoEEngine(DeepSpeedEngine):
                 micro-batches have been accumulated, and the step is still to come.
         """
         num_micro_batches = self.gradient_accumulation_steps()
-        done = self.micro_steps % num_micro_batches
+        if self._is_gradient_accumulation_boundary is None:
+            done = self.micro_steps % num_micro_batches
+        else:  # told by the caller, as Accelerate does, which calls step at the boundary alone
+            done = 0 if self._is_gradient_accumulation_boundary else "some"
         if done:
             raise PlacementError(
                 f"move_experts after {done} of {num_micro_batches} micro-batches: their gradients would go to other "

@@ -2,8 +2,8 @@
 
 Accelerate builds the engine itself: ``Accelerator._prepare_deepspeed`` calls ``deepspeed.initialize``. While switched
 on, that call reaches ``ds_hybrid.initialize``, and ``Accelerator.get_state_dict`` gives the experts of all ranks. These
-two methods are all that is replaced, and both come back when switched off. ``deepspeed.initialize`` stays what it is for
-everybody else.
+two methods are all that is replaced, and both come back when switched off. To everybody else ``deepspeed.initialize``
+stays what it is.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import deepspeed
 from packaging.version import Version
 from torch import Tensor
 
+from ds_hybrid.engine.adapters import has_adapters
 from ds_hybrid.engine.engine import MoEEngine, initialize
 from ds_hybrid.errors import ConfigError
 
@@ -174,6 +175,6 @@ def _gathering(original: Callable[..., Any]) -> Callable[..., Any]:
                 "zero_optimization.stage3_gather_16bit_weights_on_model_save = false: the weights are not gathered. "
                 "Set it to true, or save a checkpoint and run `ds_hybrid export` on it."
             )
-        return model.whole_state_dict(exclude_frozen_parameters=hasattr(model.module, "peft_config"))
+        return model.whole_state_dict(exclude_frozen_parameters=has_adapters(model.module))
 
     return get_state_dict

@@ -85,7 +85,7 @@ def test_saved_models_hold_all_experts_in_logical_order(two_ranks: RankPool, tmp
     assert placements == [[[0, 2, 5, 7], [1, 3, 4, 6]]] * 2
     for folder in (tmp_path / "final", tmp_path / "checkpoint-4"):
         model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-        torch.testing.assert_close(logits_of(model), logits, rtol=0, atol=1e-6)
+        torch.testing.assert_close(logits_of(model), logits, rtol=0, atol=1e-5)
     stay = two_ranks.run(train, replace(script, arguments={}))[0]
     assert trained.losses == pytest.approx(stay.losses, abs=1e-6)
 
@@ -128,10 +128,10 @@ def test_adapters_on_attention_train_alone(two_ranks: RankPool, tmp_path: Path) 
     assert {name.replace(".default", "") for name in changed} == adapters.keys()
     assert any(".experts." in name for name in trained.weights.keys() - changed)
     model = PeftModel.from_pretrained(make_model("mixtral"), tmp_path / "final")
-    torch.testing.assert_close(logits_of(model), trained.extra, rtol=0, atol=1e-6)
+    torch.testing.assert_close(logits_of(model), trained.extra, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("target_modules", ["all-linear", ["w1", "q_proj"]])
+@pytest.mark.parametrize("target_modules", ["all-linear", ["w1", "w3"]])
 def test_adapters_on_experts_are_refused(two_ranks: RankPool, tmp_path: Path, target_modules: Any) -> None:
     script = Script(str(tmp_path), lora={"r": 4, "target_modules": target_modules})
     for message in two_ranks.run(refused, script):
@@ -167,7 +167,7 @@ def test_plain_accelerate(two_ranks: RankPool, tmp_path: Path, zero_stage: int) 
     assert first.names == sorted(make_model("mixtral").state_dict())
     assert second.names == []
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager")
-    torch.testing.assert_close(logits_of(model), first.logits, rtol=0, atol=1e-6)
+    torch.testing.assert_close(logits_of(model), first.logits, rtol=0, atol=1e-5)
 
 
 def test_switched_off_it_is_deepspeeds_engine_again(two_ranks: RankPool) -> None:

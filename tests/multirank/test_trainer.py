@@ -50,13 +50,13 @@ def test_the_script_trains_as_the_loop_by_hand(two_ranks: RankPool, tmp_path: Pa
     script = replace(script, folder=str(tmp_path))
     outcomes = two_ranks.run(train_both, script)
     trained, (losses, norms, weights) = outcomes[0]
-    assert trained.losses == pytest.approx(losses, abs=1e-6 if not script.bf16 else 1e-2)
+    assert trained.losses == pytest.approx(losses, abs=1e-5 if not script.bf16 else 1e-2)
     assert trained.norms == pytest.approx(norms, rel=1e-5 if not script.bf16 else 1e-2)
     assert trained.losses[0] != trained.losses[1]
     assert weights.keys() == trained.weights.keys()
     if not script.bf16:
         for name, weight in weights.items():
-            torch.testing.assert_close(trained.weights[name], weight, rtol=0, atol=1e-6, msg=name)
+            torch.testing.assert_close(trained.weights[name], weight, rtol=0, atol=1e-5, msg=name)
     assert not torch.equal(outcomes[0][0].batches[0]["input_ids"], outcomes[1][0].batches[0]["input_ids"])
 
 
@@ -86,6 +86,7 @@ def test_saved_models_hold_all_experts_in_logical_order(two_ranks: RankPool, tmp
     for folder in (tmp_path / "final", tmp_path / "checkpoint-4"):
         model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
         torch.testing.assert_close(logits_of(model), logits, rtol=0, atol=1e-5)
+        assert all(torch.equal(value, trained.weights[name]) for name, value in model.state_dict().items())
     stay = two_ranks.run(train, replace(script, arguments={}))[0]
     assert trained.losses == pytest.approx(stay.losses, abs=1e-6)
 
@@ -154,7 +155,7 @@ def test_weights_that_transformers_loads_for_stage_3(two_ranks: RankPool, tmp_pa
     script = Script(str(tmp_path), zero_stage)
     trained = two_ranks.run(train_pretrained, script, str(tmp_path / "base"))[0]
     plain = two_ranks.run(train, Script(str(tmp_path)))[0]
-    assert trained.losses == pytest.approx(plain.losses, abs=1e-6)
+    assert trained.losses == pytest.approx(plain.losses, abs=1e-5)
 
 
 @pytest.mark.parametrize("zero_stage", [1, 3])

@@ -26,7 +26,7 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def refuse_adapted_experts(model: nn.Module, *, converting: bool) -> None:
-    """Refuse adapters on routed experts and their routers; those on shared experts are fine.
+    """Refuse adapters in MoE blocks.
 
     Args:
         converting: AutoEP is on: it takes experts and router apart and would leave their adapters behind. Without it
@@ -40,7 +40,7 @@ def refuse_adapted_experts(model: nn.Module, *, converting: bool) -> None:
         if isinstance(block, MoE) or (converting and isinstance(getattr(block, "experts", None), nn.Module)):
             adapted = next(_adapted_parts(block), None)
             if adapted is not None:
-                problems.append(f"{name}.{adapted}")
+                problems.append(f"{name}.{adapted}".rstrip("."))
     if problems:
         raise ConfigError(
             f"{problems[0]}: has an adapter (PEFT; {len(problems)} such layers). Experts are shared out over ranks, "
@@ -51,5 +51,5 @@ def refuse_adapted_experts(model: nn.Module, *, converting: bool) -> None:
 
 def _adapted_parts(block: nn.Module) -> Iterator[str]:
     for name, part in block.named_modules():
-        if hasattr(part, "adapter_layer_names") and not name.startswith("shared_expert"):
+        if hasattr(part, "adapter_layer_names"):
             yield name

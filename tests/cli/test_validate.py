@@ -26,6 +26,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("plan_a_zero1_bf16.json", "dispatch replicated, EP size 4, ZeRO stage 1"),
         ("plan_b_zero1_bf16.json", "dispatch two_stage, EP size 8, ZeRO stage 1"),
         ("rebalance_zero1_bf16.json", "dispatch two_stage, EP size 2, ZeRO stage 1"),
+        ("trainer_auto.json", "dispatch two_stage, EP size 2, ZeRO stage 1"),
         ("two_stage_zero1.json", "dispatch two_stage, EP size 2, ZeRO stage 1"),
         ("two_stage_zero1_bf16.json", "dispatch two_stage, EP size 2, ZeRO stage 1"),
         ("two_stage_zero3_bf16.json", "dispatch two_stage, EP size 2, ZeRO stage 3"),

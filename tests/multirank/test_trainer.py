@@ -114,11 +114,12 @@ def test_layers_are_logged(two_ranks: RankPool, tmp_path: Path) -> None:
         assert entry["moe_wire_bytes_per_token"] > 0
 
 
-def test_adapters_on_attention_train_alone(two_ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
+def test_adapters_on_attention_train_alone(two_ranks: RankPool, tmp_path: Path, model_type: str) -> None:
     from peft import PeftModel
     from safetensors.torch import load_file
 
-    script = Script(str(tmp_path), lora=LORA, arguments=SAVING)
+    script = Script(str(tmp_path), lora=LORA, model_type=model_type, arguments=SAVING)
     trained = two_ranks.run(train_and_save_adapters, script)[0]
     resumed = two_ranks.run(resume, script, str(tmp_path / "checkpoint-2"))[0]
     assert resumed.losses == trained.losses
@@ -128,8 +129,17 @@ def test_adapters_on_attention_train_alone(two_ranks: RankPool, tmp_path: Path) 
     changed = {name for name, value in trained.weights.items() if not torch.equal(value, trained.initial[name])}
     assert {name.replace(".default", "") for name in changed} == adapters.keys()
     assert any(".experts." in name for name in trained.weights.keys() - changed)
-    model = PeftModel.from_pretrained(make_model("mixtral"), tmp_path / "final")
+    model = PeftModel.from_pretrained(make_model(model_type), tmp_path / "final")
     torch.testing.assert_close(logits_of(model), trained.extra, rtol=0, atol=1e-5)
+
+
+def test_adapters_at_stage_3_train_and_are_saved(two_ranks: RankPool, tmp_path: Path) -> None:
+    """Checkpoints are not: DeepSpeed has no place for frozen experts in those of stage 3."""
+    script = Script(str(tmp_path), zero_stage=3, lora=LORA)
+    trained = two_ranks.run(train_and_save_adapters, script, str(make_base(tmp_path)))[0]
+    plain = two_ranks.run(train, replace(script, zero_stage=1))[0]
+    assert trained.losses == pytest.approx(plain.losses, abs=1e-5)
+    assert (tmp_path / "final" / "adapter_model.safetensors").stat().st_size > 0
 
 
 @pytest.mark.parametrize("target_modules", ["all-linear", ["w1", "w3"]])
@@ -151,9 +161,8 @@ def test_uneven_batches_are_refused(two_ranks: RankPool, tmp_path: Path) -> None
 @pytest.mark.parametrize("zero_stage", [2, 3])
 def test_weights_that_transformers_loads_for_stage_3(two_ranks: RankPool, tmp_path: Path, zero_stage: int) -> None:
     """``from_pretrained`` after TrainingArguments parts them over the ranks before the engine sees them."""
-    make_model("mixtral").save_pretrained(tmp_path / "base")  # type: ignore[operator]
     script = Script(str(tmp_path), zero_stage)
-    trained = two_ranks.run(train_pretrained, script, str(tmp_path / "base"))[0]
+    trained = two_ranks.run(train_pretrained, script, str(make_base(tmp_path)))[0]
     plain = two_ranks.run(train, Script(str(tmp_path)))[0]
     assert trained.losses == pytest.approx(plain.losses, abs=1e-5)
 
@@ -176,6 +185,12 @@ def test_switched_off_it_is_deepspeeds_engine_again(two_ranks: RankPool) -> None
 
 
 MOVED = ExpertPlacement.from_slots([[5, 0, 7, 2], [1, 6, 3, 4]])
+
+
+def make_base(folder: Path) -> Path:
+    """The tiny model as transformers saves it."""
+    make_model("mixtral").save_pretrained(folder / "base")  # type: ignore[operator]
+    return folder / "base"
 
 
 def train_both(script: Script) -> tuple[Trained, tuple[list[float], list[float], dict[str, Tensor]]]:
@@ -222,12 +237,12 @@ def train_logging(script: Script) -> Trained:
     return train(script, prepare=lambda trainer: trainer.add_callback(LogMoEStats(trainer)))
 
 
-def train_and_save_adapters(script: Script) -> Trained:
+def train_and_save_adapters(script: Script, base: str | None = None) -> Trained:
     def finish(trainer: Any) -> Tensor:
         trainer.save_model(f"{script.folder}/final")
         return logits_of(trainer.model)
 
-    return train(script, finish=finish)
+    return train(script, base=base, finish=finish)
 
 
 def refused(script: Script) -> str:

@@ -1,4 +1,4 @@
-"""Trainings of one tiny Mixtral by transformers' Trainer on the calling ranks, and the same ones by hand."""
+"""Trainings of a tiny Mixtral by transformers' Trainer on the calling ranks, and the same ones by hand."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ class Script:
     scheduler_in_file: bool = False  # else the Trainer makes its own
     bf16: bool = False
     lora: dict[str, Any] | None = None
+    model_type: str = "mixtral"
     arguments: dict[str, Any] = field(default_factory=dict)
 
     def ds_config(self) -> dict[str, Any]:
@@ -111,11 +112,6 @@ def make_trainer(script: Script, *, seed: int = 0, base: str | None = None, batc
         return collated
 
     forget_accelerate()
-    model: Any = make_model("mixtral", seed=seed)
-    if script.lora is not None:
-        from peft import LoraConfig, get_peft_model
-
-        model = get_peft_model(model, LoraConfig(**script.lora))
     fields: dict[str, Any] = {
         "output_dir": script.folder,
         "deepspeed": script.ds_config(),
@@ -135,8 +131,16 @@ def make_trainer(script: Script, *, seed: int = 0, base: str | None = None, batc
         **script.arguments,
     }
     arguments = TrainingArguments(**fields)
+    model: Any
     if base is not None:
         model = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
+    else:
+        model = make_model(script.model_type, seed=seed)
+    if script.lora is not None:
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(seed)  # a loaded model has drawn nothing
+        model = get_peft_model(model, LoraConfig(**script.lora))
     return Trainer(
         model=model,
         args=arguments,

@@ -128,7 +128,7 @@ def _range(low: str, high: str) -> str:
 def _preparing(original: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
     @functools.wraps(original)
     def prepare_deepspeed(self: Any, *args: Any) -> tuple[Any, ...]:
-        with _initialize_replaced():
+        with _section_hidden(self.deepspeed_plugin.deepspeed_config) as section, _initialize_replaced(section):
             prepared = original(self, *args)
         for engine in prepared:
             if isinstance(engine, deepspeed.DeepSpeedEngine):
@@ -139,10 +139,24 @@ def _preparing(original: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[
 
 
 @contextmanager
-def _initialize_replaced() -> Iterator[None]:
-    """While open, ``deepspeed.initialize`` is ``ds_hybrid.initialize``."""
+def _section_hidden(ds_config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """While open, our section is not there: Accelerate takes each "auto" in it for a blank that it must fill."""
+    section = {"ds_hybrid": ds_config.pop("ds_hybrid")} if "ds_hybrid" in ds_config else {}
+    try:
+        yield section
+    finally:
+        ds_config |= section
+
+
+@contextmanager
+def _initialize_replaced(section: dict[str, Any]) -> Iterator[None]:
+    """While open, ``deepspeed.initialize`` is ``ds_hybrid.initialize`` with our section."""
+
+    def initialize_with_section(*, config_params: dict[str, Any], **kwargs: Any) -> tuple[Any, ...]:
+        return initialize(config_params={**config_params, **section}, **kwargs)
+
     original = deepspeed.initialize
-    deepspeed.initialize = initialize
+    deepspeed.initialize = initialize_with_section
     try:
         yield
     finally:

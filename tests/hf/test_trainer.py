@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import inspect
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any
 import accelerate
 import deepspeed
 import pytest
-from accelerate import Accelerator
+from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
 
 import ds_hybrid
@@ -66,18 +67,31 @@ def test_a_second_switch_leaves_the_first_alone() -> None:
     assert methods() == before
 
 
-def test_deepspeeds_initialize_comes_back_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+class Unprepared:
+    """What of an Accelerator is looked at before there is an engine."""
+
+    def __init__(self) -> None:
+        config = {"zero_optimization": {"stage": 1}, "ds_hybrid": {"dispatch": {"mode": "auto"}}}
+        self.deepspeed_plugin = DeepSpeedPlugin(hf_ds_config=config)
+
+
+def test_everything_comes_back_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accelerate does not see our section meanwhile: it would fill each "auto"."""
     seen = []
 
     def prepare(self: Any, *args: Any) -> tuple[Any, ...]:
-        seen.append(deepspeed.initialize)
+        seen.extend([dict(self.deepspeed_plugin.deepspeed_config), deepspeed.initialize is original])
         raise RuntimeError("no engine")
 
     original = deepspeed.initialize
     monkeypatch.setattr(Accelerator, "_prepare_deepspeed", prepare)
+    unprepared = Unprepared()
+    before = copy.deepcopy(unprepared.deepspeed_plugin.deepspeed_config)
     with use_with_accelerate(), pytest.raises(RuntimeError, match="no engine"):
-        Accelerator._prepare_deepspeed(object())
-    assert seen == [ds_hybrid.initialize]
+        Accelerator._prepare_deepspeed(unprepared)
+    assert seen == [{key: value for key, value in before.items() if key != "ds_hybrid"}, False]
+    assert unprepared.deepspeed_plugin.deepspeed_config == before
+    assert "ds_hybrid" in before
     assert deepspeed.initialize is original
 
 

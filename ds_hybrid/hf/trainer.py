@@ -9,6 +9,7 @@ stays what it is.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -16,6 +17,7 @@ from types import MappingProxyType, TracebackType
 from typing import Any
 
 import deepspeed
+from deepspeed.utils import log_dist
 from packaging.version import Version
 from torch import Tensor
 
@@ -175,6 +177,14 @@ def _check_engine(engine: Any, *, even_batches: bool) -> None:
             f"even_batches = False: ranks could get different numbers of batches, and every forward of {collective[0]} "
             "is an exchange between ranks, in evaluation too. Leave even_batches at True (accelerator_config of "
             "TrainingArguments, or DataLoaderConfiguration)."
+        )
+    frozen = [name for name, parameter in engine.module.named_parameters() if not parameter.requires_grad]
+    if engine.zero_optimization_partition_weights() and any(".experts." in name for name in frozen):
+        log_dist(
+            "ds_hybrid: zero_optimization.stage = 3 and the experts are frozen: DeepSpeed cannot save checkpoints of "
+            'that. Save with save_strategy="no" and save_model, or use stage 1 or 2.',
+            ranks=[0],
+            level=logging.WARNING,
         )
 
 

@@ -333,9 +333,9 @@ class MoEEngine(DeepSpeedEngine):
                 micro-batches have been accumulated, and the step is still to come.
         """
         num_micro_batches = self.gradient_accumulation_steps()
-        if self._is_gradient_accumulation_boundary is None:
-            done = self.micro_steps % num_micro_batches
-        else:  # told by the caller, as Accelerate does, which calls step at the boundary alone
+        done: int | str = self.micro_steps % num_micro_batches
+        if self._is_gradient_accumulation_boundary is not None:
+            # Set by the caller, as Accelerate does, which steps at the boundary alone: micro_steps counts steps then.
             done = 0 if self._is_gradient_accumulation_boundary else "some"
         if done:
             raise PlacementError(

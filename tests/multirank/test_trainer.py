@@ -15,7 +15,7 @@ from torch import Tensor
 
 import ds_hybrid
 from ds_hybrid.engine.engine import MoEEngine
-from ds_hybrid.errors import ConfigError
+from ds_hybrid.errors import ConfigError, PlacementError
 from ds_hybrid.hf.trainer import engine_of
 from ds_hybrid.placement import ExpertPlacement
 from tests.multirank.models import make_model
@@ -209,6 +209,10 @@ def train_moving(script: Script) -> Trained:
     class Move(TrainerCallback):
         def __init__(self, trainer: Any) -> None:
             self.trainer = trainer
+
+        def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            with pytest.raises(PlacementError, match="^move_experts after some of 2 micro-batches"):
+                engine_of(self.trainer).move_experts(dict.fromkeys(LAYERS, MOVED))
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 1:

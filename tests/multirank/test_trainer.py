@@ -211,7 +211,7 @@ def train_moving(script: Script) -> Trained:
             self.trainer = trainer
 
         def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            with pytest.raises(PlacementError, match="^move_experts after some of 2 micro-batches"):
+            with pytest.raises(PlacementError, match=r"^move_experts after some of 2 micro-batches"):
                 engine_of(self.trainer).move_experts(dict.fromkeys(LAYERS, MOVED))
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -34,4 +34,5 @@ class LogMoEStats(TrainerCallback):
                 "moe_lower_bound_ratio": stats.lower_bound_ratio,
             }
             self._trainer.log({name: value for name, value in values.items() if value == value})
+            control.should_log = True  # that entry has ended it, and the Trainer's own is still to come
         return control

@@ -108,6 +108,7 @@ def test_layers_are_logged(two_ranks: RankPool, tmp_path: Path) -> None:
     trained = two_ranks.run(train_logging, Script(str(tmp_path)))[0]
     entries = [log for log in trained.logs if "moe_load_max_over_mean" in log]
     assert [entry["step"] for entry in entries] == [1, 2, 3, 4]
+    assert len(trained.losses) == 4
     for entry in entries:
         assert 1 <= entry["moe_load_max_over_mean"] <= 4  # top-2 of 8 experts
         assert 1 <= entry["moe_lower_bound_ratio"] < 1.5

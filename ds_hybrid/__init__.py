@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         PlacementError,
         TopologyError,
     )
+    from ds_hybrid.hf.trainer import use_with_accelerate
     from ds_hybrid.moe.autoep import HybridAutoEPLayer
     from ds_hybrid.moe.layer import MoE
     from ds_hybrid.placement import ExpertPlacement
@@ -41,6 +42,7 @@ __all__ = [
     "TopologyError",
     "__version__",
     "initialize",
+    "use_with_accelerate",
 ]
 
 _HOMES = MappingProxyType(
@@ -58,6 +60,7 @@ _HOMES = MappingProxyType(
         "Routing": "ds_hybrid.dispatch.routing",
         "TopologyError": "ds_hybrid.errors",
         "initialize": "ds_hybrid.engine.engine",
+        "use_with_accelerate": "ds_hybrid.hf.trainer",
     }
 )
 

@@ -72,6 +72,7 @@ def test_version_is_that_of_pyproject() -> None:
         ("Routing", "dispatch.routing"),
         ("TopologyError", "errors"),
         ("initialize", "engine.engine"),
+        ("use_with_accelerate", "hf.trainer"),
     ],
 )
 def test_public_name(name: str, home: str) -> None:

@@ -33,6 +33,7 @@ from deepspeed.utils import groups, log_dist
 from torch import Tensor, nn
 
 from ds_hybrid.config import HybridConfig, check, find_warnings, name_of, read_document
+from ds_hybrid.engine.adapters import base_model, refuse_adapted_experts
 from ds_hybrid.engine.agreement import compare_ranks, raise_alike
 from ds_hybrid.engine.auto_dispatch import AutoDispatch
 from ds_hybrid.engine.checkpoint import (
@@ -67,7 +68,7 @@ from ds_hybrid.engine.sequence_parallel import SequenceParallel, share_sequences
 from ds_hybrid.engine.staging import begin, publish, staged_tag
 from ds_hybrid.engine.tensor_parallel import refuse_empty_shards, sum_gradients_of_blocks
 from ds_hybrid.engine.versions import untested_versions
-from ds_hybrid.engine.whole_weights import save_whole_model
+from ds_hybrid.engine.whole_weights import gather_whole, save_whole_model
 from ds_hybrid.errors import ConfigError, PlacementError
 from ds_hybrid.moe.autoep import HybridAutoEPLayer
 from ds_hybrid.moe.correction_bias import update_correction_biases
@@ -146,8 +147,10 @@ class MoEEngine(DeepSpeedEngine):
         return Observer(config, layers, self.module, self.monitor, self.cluster, describe)
 
     def _configure_expert_parallel(self, model: nn.Module, collect_sources: bool | None = None) -> Any:
+        refuse_adapted_experts(model, converting=self.expert_parallel_is_on())
         with router_recorders_hidden(model):
-            sources = super()._configure_expert_parallel(model, collect_sources)
+            # AutoEP looks for layers by their names in the model that adapters wrap.
+            sources = super()._configure_expert_parallel(base_model(model), collect_sources)
         adopted = self._adopt_converted_layers(model)
         record_router_logits(model, adopted)
         self._configure_explicit_layers(model)
@@ -371,6 +374,19 @@ class MoEEngine(DeepSpeedEngine):
             return super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
         return save_whole_model(self, save_dir, save_filename, exclude_frozen_parameters=exclude_frozen_parameters)
 
+    def whole_state_dict(self, *, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
+        """The weights of the whole model on rank 0's CPU, by Hugging Face's names where there are any; {} elsewhere.
+
+        Experts of all ranks are there in logical order. All ranks call it.
+        """
+        return gather_whole(self, exclude_frozen_parameters=exclude_frozen_parameters)
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        if not self.moe_layers_by_name():
+            return super()._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+        state = gather_whole(self, exclude_frozen_parameters=exclude_frozen_parameters)
+        return state if self.global_rank == 0 else None
+
     def clip_fp32_gradients(self) -> None:
         """Clip by the norm of the whole model, experts of all ranks and shards of AutoTP included."""
         # AutoTP makes the module of the groups the mpu.
@@ -397,7 +413,10 @@ class MoEEngine(DeepSpeedEngine):
                 micro-batches have been accumulated, and the step is still to come.
         """
         num_micro_batches = self.gradient_accumulation_steps()
-        done = self.micro_steps % num_micro_batches
+        done: int | str = self.micro_steps % num_micro_batches
+        if self._is_gradient_accumulation_boundary is not None:
+            # Set by the caller, as Accelerate does, which steps at the boundary alone: micro_steps counts steps then.
+            done = 0 if self._is_gradient_accumulation_boundary else "some"
         if done:
             raise PlacementError(
                 f"move_experts after {done} of {num_micro_batches} micro-batches: their gradients would go to other "

@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from deepspeed.utils import groups, log_dist
 from torch import Tensor, nn
 from torch.distributed import get_process_group_ranks
 
+from ds_hybrid.engine.adapters import base_model
 from ds_hybrid.moe.autoep import HybridAutoEPLayer
-from ds_hybrid.moe.hugging_face_names import hugging_face_blocks, to_hugging_face
+from ds_hybrid.moe.hugging_face_names import HuggingFaceBlock, hugging_face_blocks, to_hugging_face
 from ds_hybrid.moe.kinds import MoELayer
 from ds_hybrid.moe.layer import MoE
 
@@ -37,12 +39,7 @@ def save_whole_model(
             level=logging.WARNING,
         )
         return False
-    if engine._optimizer_has_ckpt_event_prologue():
-        engine.optimizer.checkpoint_event_prologue()
-    expert_parallel = (engine.config or {}).get("expert_parallel") or {}
-    state = whole_weights(engine.module, expert_parallel, exclude_frozen_parameters=exclude_frozen_parameters)
-    if engine._optimizer_has_ckpt_event_epilogue():
-        engine.optimizer.checkpoint_event_epilogue()
+    state = gather_whole(engine, exclude_frozen_parameters=exclude_frozen_parameters)
     commit = CheckpointCommitInfo(tag=f"global_step{engine.global_steps}", save_dir=save_dir, save_latest=False)
     engine.checkpoint_engine.create(commit)
     if dist.get_rank() == 0:
@@ -53,6 +50,17 @@ def save_whole_model(
             engine.checkpoint_engine.save(state, str(path))
     engine.checkpoint_engine.commit(commit)
     return True
+
+
+def gather_whole(engine: DeepSpeedEngine, *, exclude_frozen_parameters: bool) -> dict[str, Tensor]:
+    """What ``MoEEngine.whole_state_dict`` does; its result. All ranks call it."""
+    if engine._optimizer_has_ckpt_event_prologue():
+        engine.optimizer.checkpoint_event_prologue()
+    expert_parallel = (engine.config or {}).get("expert_parallel") or {}
+    state = whole_weights(engine.module, expert_parallel, exclude_frozen_parameters=exclude_frozen_parameters)
+    if engine._optimizer_has_ckpt_event_epilogue():
+        engine.optimizer.checkpoint_event_epilogue()
+    return state
 
 
 def whole_weights(
@@ -73,10 +81,20 @@ def whole_weights(
     _tie(state, model)
     is_converted = any(isinstance(module, HybridAutoEPLayer) for module in model.modules())
     if is_converted and hasattr(getattr(model, "config", None), "model_type"):
-        with torch.device("meta"):
-            unconverted = type(model)(copy.deepcopy(model.config))
-        return to_hugging_face(state, hugging_face_blocks(unconverted, expert_parallel))
+        return to_hugging_face(state, _blocks(model, expert_parallel))
     return state
+
+
+def _blocks(model: nn.Module, expert_parallel: Mapping[str, Any]) -> list[HuggingFaceBlock]:
+    """The blocks that were converted, by their names below ``model``, which may be one of PEFT's."""
+    base: Any = base_model(model)
+    prefix = next(f"{name}." if name else "" for name, module in model.named_modules() if module is base)
+    with torch.device("meta"):
+        unconverted = type(base)(copy.deepcopy(base.config))
+    return [
+        replace(block, spec=replace(block.spec, moe_module_name=f"{prefix}{block.spec.moe_module_name}"))
+        for block in hugging_face_blocks(unconverted, expert_parallel)
+    ]
 
 
 def _save_safetensors(state: Mapping[str, Tensor], path: Path) -> None:

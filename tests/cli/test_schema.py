@@ -20,6 +20,7 @@ SHIPPED = [
     "plan_b_zero1_bf16",
     "rebalance_zero1_bf16",
     "sequence_parallel_zero1_bf16",
+    "trainer_auto",
     "two_stage_zero1",
     "two_stage_zero1_bf16",
     "two_stage_zero3_bf16",

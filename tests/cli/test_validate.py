@@ -30,6 +30,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "sequence_parallel_zero1_bf16.json",
             "dispatch two_stage, EP size 2, SP size 2 (kv_gather auto), ZeRO stage 1",
         ),
+        ("trainer_auto.json", "dispatch two_stage, EP size 2, ZeRO stage 1"),
         ("two_stage_zero1.json", "dispatch two_stage, EP size 2, ZeRO stage 1"),
         ("two_stage_zero1_bf16.json", "dispatch two_stage, EP size 2, ZeRO stage 1"),
         ("two_stage_zero3_bf16.json", "dispatch two_stage, EP size 2, ZeRO stage 3"),

@@ -1,0 +1,140 @@
+"""Switching Accelerate to ds_hybrid and back, and what is refused. Trainings are in tests/multirank/test_trainer.py."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import accelerate
+import deepspeed
+import pytest
+from accelerate import Accelerator, DeepSpeedPlugin
+from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
+
+import ds_hybrid
+from ds_hybrid.errors import ConfigError
+from ds_hybrid.hf import trainer
+from ds_hybrid.hf.trainer import engine_of, is_on, use_with_accelerate
+
+SOURCES = {
+    # The first calls deepspeed.initialize, looked up when it runs, and puts the engine in its result.
+    "Accelerator._prepare_deepspeed": (Accelerator._prepare_deepspeed, "32d86ff7e08a1f2d"),
+    "Accelerator.get_state_dict": (Accelerator.get_state_dict, "d3650a99fc23916c"),
+    # Tells the engine where a step ends, and steps only there: engine.move_experts counts on that.
+    "DeepSpeedEngineWrapper.backward": (DeepSpeedEngineWrapper.backward, "0185cad8f450094b"),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_accelerates_source_is_the_one_that_was_read(name: str) -> None:
+    function, expected = SOURCES[name]
+    assert hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16] == expected
+
+
+def methods() -> list[Callable[..., Any]]:
+    return [Accelerator._prepare_deepspeed, Accelerator.get_state_dict, deepspeed.initialize]
+
+
+def test_on_and_off() -> None:
+    before = methods()
+    switch = ds_hybrid.use_with_accelerate()
+    assert is_on(Accelerator)
+    assert [now is then for now, then in zip(methods(), before, strict=True)] == [False, False, True]
+    switch.off()
+    assert methods() == before
+    switch.off()
+    assert methods() == before
+    assert not is_on(Accelerator)
+
+
+def test_a_block_ends_it_whatever_happens() -> None:
+    before = methods()
+    with pytest.raises(KeyError), use_with_accelerate():
+        raise KeyError
+    assert methods() == before
+
+
+def test_a_second_switch_leaves_the_first_alone() -> None:
+    before = methods()
+    with use_with_accelerate():
+        on = methods()
+        with use_with_accelerate():
+            assert methods() == on
+        assert methods() == on
+    assert methods() == before
+
+
+class Unprepared:
+    """What of an Accelerator is looked at before there is an engine."""
+
+    def __init__(self) -> None:
+        config = {"zero_optimization": {"stage": 1}, "ds_hybrid": {"dispatch": {"mode": "auto"}}}
+        self.deepspeed_plugin = DeepSpeedPlugin(hf_ds_config=config)
+
+
+def test_everything_comes_back_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accelerate does not see our section meanwhile: it would fill each "auto"."""
+    seen = []
+
+    def prepare(self: Any, *args: Any) -> tuple[Any, ...]:
+        seen.extend([dict(self.deepspeed_plugin.deepspeed_config), deepspeed.initialize is original])
+        raise RuntimeError("no engine")
+
+    original = deepspeed.initialize
+    monkeypatch.setattr(Accelerator, "_prepare_deepspeed", prepare)
+    unprepared = Unprepared()
+    before = copy.deepcopy(unprepared.deepspeed_plugin.deepspeed_config)
+    with use_with_accelerate(), pytest.raises(RuntimeError, match="no engine"):
+        Accelerator._prepare_deepspeed(unprepared)
+    assert seen == [{key: value for key, value in before.items() if key != "ds_hybrid"}, False]
+    assert unprepared.deepspeed_plugin.deepspeed_config == before
+    assert "ds_hybrid" in before
+    assert deepspeed.initialize is original
+
+
+@pytest.mark.parametrize(
+    ("package", "found"),
+    [("accelerate", "1.14.0"), ("accelerate", "1.16.0"), ("transformers", "5.7.9"), ("transformers", "6.0.0.dev0")],
+)
+def test_unknown_versions_are_refused(monkeypatch: pytest.MonkeyPatch, package: str, found: str) -> None:
+    versions = {"accelerate": "1.15.0", "transformers": "5.24.0", package: found}
+    monkeypatch.setattr(trainer, "version", versions.__getitem__)
+    low, high = trainer.KNOWN[package]
+    message = rf"^{package} {found}: use_with_accelerate\(\) .* knows {package} >={low},<{high}\. Install one of these"
+    with pytest.raises(ConfigError, match=message):
+        use_with_accelerate()
+    assert not is_on(Accelerator)
+
+
+def test_an_accelerate_without_the_method_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(Accelerator, "_prepare_deepspeed")
+    with pytest.raises(
+        ConfigError, match=rf"^accelerate {accelerate.__version__}: Accelerator has no _prepare_deepspeed"
+    ):
+        use_with_accelerate()
+
+
+def test_without_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(package: str) -> str:
+        raise trainer.PackageNotFoundError(package)
+
+    monkeypatch.setattr(trainer, "version", version)
+    with pytest.raises(ConfigError, match=r"^accelerate: not installed\. .*pip install 'ds_hybrid\[hf\]'\.$"):
+        use_with_accelerate()
+
+
+class Prepared:
+    """What of an Accelerator ``engine_of`` looks at."""
+
+    def __init__(self, engine: Any) -> None:
+        self.deepspeed_engine_wrapped = None if engine is None else DeepSpeedEngineWrapper(engine)
+
+
+def test_no_engine_of_ours() -> None:
+    with pytest.raises(ConfigError, match=r"^engine_of\(Prepared\): no engine yet"):
+        engine_of(Prepared(None))
+    with pytest.raises(ConfigError, match=r"^engine_of\(Prepared\): the engine is DeepSpeed's own\. Call ds_hybrid"):
+        engine_of(Prepared(object()))

@@ -265,11 +265,19 @@ def _plot(outcomes: Sequence[Outcome], path: Path) -> None:
 
 
 def _counts(text: str) -> list[int]:
-    return [count(word) for word in text.split(",")]
+    return [count(word) for word in _different(text)]
+
+
+def _different(text: str) -> list[str]:
+    words = text.split(",")
+    repeated = [word for place, word in enumerate(words) if word in words[:place]]
+    if repeated:
+        raise argparse.ArgumentTypeError(f"{text!r} has {repeated[0]!r} twice. Name it once")
+    return words
 
 
 def _words(text: str, known: Sequence[Any]) -> list[Any]:
-    words = text.split(",")
+    words = _different(text)
     for word in words:
         if word not in known:
             raise argparse.ArgumentTypeError(

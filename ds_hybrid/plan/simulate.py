@@ -183,8 +183,8 @@ class _Group:
                 for layer, placement in enumerate(window.placements):
                     demands = self._demands(steps, layer, placement, modes)
                     experts[steps] += self._busiest(demands.pairs, rng)
-                    for mode in modes:
-                        run = dispatchers[mode](demands)
+                    for mode, dispatcher in dispatchers.items():
+                        run = dispatcher(demands)
                         seconds[mode][steps] += run.seconds
                         sent[mode][steps] += run.wire_bytes
         pairs_of_rank = self._tokens * self._setting.model.top_k * self._popularity.num_layers

@@ -61,6 +61,15 @@ def test_even_routing_is_the_planners_step(mode: Mode, tp_size: int, ep_size: in
     assert outcome.step_seconds == pytest.approx(planned.total + above, rel=1e-9)
 
 
+def test_what_is_asked_for_twice_costs_what_it_costs_once() -> None:
+    outcomes = simulate(setting(), EVEN, modes=["two_stage"] * 2, ep_sizes=[8, 8], policies=[STATIC] * 2)
+    assert len(outcomes) == 8
+    once = play(EVEN, "two_stage", 8, setting())
+    for outcome in outcomes:
+        assert (outcome.wire_bytes == once.wire_bytes).all()
+        assert (outcome.step_seconds == once.step_seconds).all()
+
+
 def test_a_skew_of_three_to_one_by_hand() -> None:
     """The first half of the experts gets three quarters of the pairs, so with EP 2 its rank has 1.5 of the mean."""
     weights = np.ones((2, 48, 128))

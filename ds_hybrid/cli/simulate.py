@@ -72,6 +72,13 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--interval", type=count, default=defaults.interval, metavar="STEPS", help="between decisions (%(default)s)"
     )
     parser.add_argument(
+        "--event-seconds",
+        type=_seconds,
+        default=0.0,
+        metavar="S",
+        help="what a rebalance takes besides its moves: planning, waiting for each other (%(default)s)",
+    )
+    parser.add_argument(
         "--model", default="qwen3_30b_a3b", metavar="NAME", help="a table of ds_configs/models, or a config.json"
     )
     parser.add_argument("--top-k", type=count, metavar="K", help="choices of a token in the trace, if not the model's")
@@ -106,6 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
         tp_size=arguments.tp,
         zero_stage=arguments.zero_stage,
         wire_dtype=arguments.wire_dtype,
+        event_seconds=arguments.event_seconds,
     )
     policies = [_policy(name, arguments.interval) for name in arguments.rebalance]
     if arguments.article:
@@ -141,6 +149,7 @@ def to_json(arguments: argparse.Namespace, popularity: Popularity, outcomes: Seq
         "zero_stage": arguments.zero_stage,
         "wire_dtype": arguments.wire_dtype,
         "interval": arguments.interval,
+        "event_seconds": arguments.event_seconds,
         "runs": [_outcome(each) for each in outcomes],
     }
 
@@ -262,6 +271,16 @@ def _plot(outcomes: Sequence[Outcome], path: Path) -> None:
     loads.set_ylabel("slowest rank's load / mean")
     loads.set_xlabel("step")
     save_figure(figure, path)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds from 0 on")
+    return seconds
 
 
 def _counts(text: str) -> list[int]:

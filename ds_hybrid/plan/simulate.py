@@ -49,6 +49,7 @@ class Setting:
         cluster: ``machine``'s; ranks of expert-parallel groups are consecutive.
         sequence_shards: consecutive ranks that share out each sequence; then ``tp_size`` is 1.
         hides_gathers: whether they gather keys and values beside attention.
+        event_seconds: what a rebalance takes besides its moves: planning, agreeing, waiting for each other.
     """
 
     model: ModelShape
@@ -61,6 +62,7 @@ class Setting:
     checkpoints: bool = False
     sequence_shards: int = 1
     hides_gathers: bool = False
+    event_seconds: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,6 +256,7 @@ class _Group:
             seconds_per_pair=self._even_experts / self._setting.model.num_moe_layers * self._ep_size / pairs,
             seconds_per_move=self._bytes_of_expert / machine.inside.bandwidth,
             seconds_per_move_across=self._bytes_of_expert / machine.across.bandwidth,
+            seconds_per_event=self._setting.event_seconds / self._repeats,
         )
 
     def _demands(self, steps: slice, layer: int, placement: ExpertPlacement, modes: Sequence[Mode]) -> Demands:

@@ -119,6 +119,7 @@ def test_mistakes_are_told(capsys: pytest.CaptureFixture[str]) -> None:
         (["--dispatch", "two_stages"], "argument --dispatch: 'two_stages' must be one of alltoall, allgather, "),
         (["--dispatch", "two_stage,two_stage"], "argument --dispatch: 'two_stage,two_stage' has 'two_stage' twice."),
         (["--ep", "8,4,8"], "argument --ep: '8,4,8' has '8' twice. Name it once"),
+        (["--event-seconds", "inf"], "argument --event-seconds: 'inf' must be a number of seconds from 0 on"),
         (["--rebalance", "best"], "argument --rebalance: 'best' must be one of swap, lpt_swap, "),
     ],
 )

@@ -134,6 +134,17 @@ def test_rebalancing_pays_for_its_moves_and_gains() -> None:
     assert moves.step_seconds == pytest.approx(total)
 
 
+def test_events_take_their_time_and_must_be_worth_it() -> None:
+    run = read_popularity(str(FOLDER / "e32k2_auxoff300.npz"), QWEN, num_steps=800, top_k=2)
+    free, dear, too_dear = (
+        play(run, "two_stage", 8, setting(event_seconds=seconds), RebalancePolicy("swap")) for seconds in (0, 0.5, 1e6)
+    )
+    first = np.flatnonzero(free.moving_seconds)[0]
+    assert dear.moving_seconds[first] == pytest.approx(free.moving_seconds[first] + 0.5)
+    # What the first one takes is not known before; after it, no later one is worth it.
+    assert np.count_nonzero(too_dear.moving_seconds) == 1 < np.count_nonzero(free.moving_seconds)
+
+
 def test_size() -> None:
     """An eightieth of 1,000 steps x 60 layers x 256 experts x 4096 ranks, for a minute and 4 GiB; with headroom."""
     model = replace(read_model("deepseek_v3"), num_layers=3 + 15)

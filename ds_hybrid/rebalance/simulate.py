@@ -28,10 +28,12 @@ class Trace:
     Attributes:
         counts: [T, L, E] int64: (token, choice) pairs of each step, layer and expert.
         expert_parameters: parameters of one expert, if the trace tells.
+        top_k: choices of a token, if the trace tells and all its layers have as many.
     """
 
     counts: npt.NDArray[np.int64]
     expert_parameters: int | None = None
+    top_k: int | None = None
 
 
 def read_trace(path: str | Path) -> Trace:
@@ -59,7 +61,7 @@ def read_trace(path: str | Path) -> Trace:
     if len(empty):
         step, layer = empty[0]
         raise PlacementError(f"{path}: counts ({shape}) is 0 for all experts of layer {layer} at step {step}.")
-    return Trace(counts, _expert_parameters(meta))
+    return Trace(counts, _expert_parameters(meta), _top_k(meta))
 
 
 def _expert_parameters(meta: str) -> int | None:
@@ -69,6 +71,17 @@ def _expert_parameters(meta: str) -> int | None:
         return 2 * int(settings["d"]) * int(settings["h"])
     except (ValueError, SyntaxError, KeyError, TypeError):
         return None
+
+
+def _top_k(meta: str) -> int | None:
+    """``k``, or ``top_k`` of each layer."""
+    try:
+        settings = ast.literal_eval(meta)
+        of_layers = settings["top_k"] if "top_k" in settings else settings["k"]
+        numbers = {int(number) for number in (of_layers if isinstance(of_layers, list) else [of_layers])}
+    except (ValueError, SyntaxError, KeyError, TypeError):
+        return None
+    return numbers.pop() if len(numbers) == 1 else None
 
 
 @dataclass(frozen=True)

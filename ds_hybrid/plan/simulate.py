@@ -155,7 +155,6 @@ class _Group:
         self._demand = read_routing("uniform", model).demand(ep_size)
         self._layout = layout
         self._even_experts = self._even("two_stage").experts
-        self._dispatches = 1.5 if setting.checkpoints else 1.0
 
     def check(self, mode: Mode) -> None:
         """Whether the dispatcher can serve these groups."""
@@ -186,14 +185,14 @@ class _Group:
                     demands = self._demands(steps, layer, placement, modes)
                     experts[steps] += self._busiest(demands.pairs, rng)
                     for mode, dispatcher in dispatchers.items():
-                        run = dispatcher(demands)
-                        seconds[mode][steps] += run.seconds
-                        sent[mode][steps] += run.wire_bytes
+                        took, left = dispatcher(demands).with_forwards(2 if self._setting.checkpoints else 1)
+                        seconds[mode][steps] += took
+                        sent[mode][steps] += left
         pairs_of_rank = self._tokens * self._setting.model.top_k * self._popularity.num_layers
         imbalance = experts.max(1) / pairs_of_rank
         for mode in modes:
             rest = replace(self._even(mode), experts=0.0)
-            dispatch = seconds[mode] * self._repeats * self._dispatches
+            dispatch = seconds[mode] * self._repeats
             yield Outcome(
                 mode=mode,
                 ep_size=self._ep_size,
@@ -204,7 +203,7 @@ class _Group:
                 moving_seconds=moving,
                 imbalance=imbalance,
                 rest=rest,
-                wire_bytes=sent[mode] * self._repeats * self._dispatches * self._num_groups,
+                wire_bytes=sent[mode] * self._repeats * self._num_groups,
                 num_moves=round(num_moves * self._repeats),
                 num_moves_across=round(num_moves_across * self._repeats),
                 moved_bytes=num_moves * self._repeats * self._num_groups * self._bytes_of_expert,
@@ -297,9 +296,11 @@ class _Group:
                 setting.cluster,
                 self._ranks,
             )
-            return lambda demands: DispatchRun(
-                np.full(len(demands.pairs), cost.seconds), np.full(len(demands.pairs), cost.wire_bytes)
-            )
+            # Forward adds up the output; backward the gradients of as many values, and of the routing weights.
+            output = model.hidden_size * setting.work.value_bytes
+            part = output / (2 * output + 4 * model.top_k)
+            figures = (cost.seconds, cost.wire_bytes, part * cost.seconds, part * cost.wire_bytes)
+            return lambda demands: DispatchRun(*(np.full(len(demands.pairs), figure) for figure in figures))
         shape = WireShape(
             self._ep_size,
             model.num_experts,

@@ -70,6 +70,25 @@ def test_what_is_asked_for_twice_costs_what_it_costs_once() -> None:
         assert (outcome.step_seconds == once.step_seconds).all()
 
 
+FP8_ROW = 132 / 256
+"""Of a row in bf16: a byte a value, and a scale of 4 bytes for 128 of them."""
+
+
+@pytest.mark.parametrize(
+    ("mode", "tp_size", "again"),
+    [("alltoall", 1, (1 + FP8_ROW) / (3 + FP8_ROW)), ("replicated", 4, 0.5)],
+)
+def test_layers_that_are_computed_again_dispatch_forward_again(mode: Mode, tp_size: int, again: float) -> None:
+    """In fp8 forward moves 1.52 rows of bf16 and backward 2, so it is less than half."""
+    once, twice = (
+        play(EVEN, mode, 4, setting(tp_size=tp_size, wire_dtype="fp8_e4m3", checkpoints=checkpoints))
+        for checkpoints in (False, True)
+    )
+    factor = 1 + again
+    assert twice.wire_bytes == pytest.approx(factor * once.wire_bytes, rel=3e-3)
+    assert twice.dispatch_seconds == pytest.approx(factor * once.dispatch_seconds, rel=2e-2)
+
+
 def test_a_skew_of_three_to_one_by_hand() -> None:
     """The first half of the experts gets three quarters of the pairs, so with EP 2 its rank has 1.5 of the mean."""
     weights = np.ones((2, 48, 128))

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ds_hybrid.errors import ConfigError
 from ds_hybrid.plan.model import ModelShape
-from ds_hybrid.plan.routing import read_routing
+from ds_hybrid.plan.routing import NUM_DRAWS, RoutingLaw, read_routing
 from ds_hybrid.problems import show
 from ds_hybrid.rebalance.simulate import read_trace
 
@@ -46,6 +46,13 @@ class Popularity:
         weights = self.weights[first:last, layer].astype(np.float64)
         chances: FloatArray = self.top_k * weights / weights.sum(1, keepdims=True)
         return chances
+
+    def law(self) -> RoutingLaw:
+        """The popularity of some of its layers and steps, for predictions of a typical one and of a rare one."""
+        num_steps, num_layers, num_experts = self.weights.shape
+        places = np.linspace(0, num_steps * num_layers - 1, min(NUM_DRAWS, num_steps * num_layers)).astype(int)
+        draws = self.weights.reshape(-1, num_experts)[places].astype(np.float64)
+        return RoutingLaw(self.name, self.top_k * draws / draws.sum(1, keepdims=True), num_layers)
 
 
 def read_popularity(text: str, model: ModelShape, *, num_steps: int | None, top_k: int | None = None) -> Popularity:

@@ -164,6 +164,19 @@ def test_events_take_their_time_and_must_be_worth_it() -> None:
     assert np.count_nonzero(too_dear.moving_seconds) == 1 < np.count_nonzero(free.moving_seconds)
 
 
+@pytest.mark.parametrize(
+    ("stage", "value_bytes", "expected"),
+    [(0, 2, 2 + 12), (0, 4, 4 + 8), (1, 2, 2 + 12 / 2), (1, 4, 4 + 12 / 2), (3, 2, 2 / 2 + 12 / 2)],
+)
+def test_bytes_of_an_expert_that_moves(stage: int, value_bytes: int, expected: float) -> None:
+    """Of one parameter in each of two groups: the weight, Adam's moments, and the master where there is one."""
+    run = read_popularity(str(FOLDER / "synth_stationary.npz"), QWEN, num_steps=101, top_k=4)
+    where = replace(setting(zero_stage=stage), work=Workload(4096, value_bytes=value_bytes))
+    moves = play(run, "two_stage", 8, where, RebalancePolicy("swap"))
+    assert moves.num_moves > 0
+    assert moves.moved_bytes == pytest.approx(moves.num_moves * 2 * 3 * 2048 * 768 * expected)
+
+
 def test_size() -> None:
     """An eightieth of 1,000 steps x 60 layers x 256 experts x 4096 ranks, for a minute and 4 GiB; with headroom."""
     model = replace(read_model("deepseek_v3"), num_layers=3 + 15)

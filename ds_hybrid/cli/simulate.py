@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from ds_hybrid.cli.arguments import count
+from ds_hybrid.cli.arguments import count, output_file
 from ds_hybrid.cli.output import aligned, new_figure, save_figure
 from ds_hybrid.config import RebalanceConfig
 from ds_hybrid.dispatch.modes import ALL_MODES, WireDtype
@@ -100,7 +100,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--article", action="store_true", help="instead: the article's five techniques, each alone and all together"
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw the steps: .png, .svg or .pdf")
+    parser.add_argument("--plot", type=output_file, metavar="FILE", help="also draw the steps: .png, .svg or .pdf")
     parser.set_defaults(run=run)
 
 
@@ -130,8 +130,8 @@ def run(arguments: argparse.Namespace) -> int:
     )
     if arguments.article:
         rows = techniques(setting, popularity, _policy("static", arguments.interval))
-        facts = [asdict(row) for row in rows]
-        print(json.dumps(facts, indent=2) if arguments.json else article_text(arguments, rows))
+        text = json.dumps([asdict(row) for row in rows], indent=2) if arguments.json else article_text(arguments, rows)
+        print(text)
         return 0
     policies = [_policy(name, arguments.interval) for name in arguments.rebalance or ["static"]]
     modes, ep_sizes = arguments.dispatch or ["two_stage"], arguments.ep or [8]

@@ -20,6 +20,7 @@ from ds_hybrid.plan.candidate import Workload
 from ds_hybrid.plan.machine import read_machine
 from ds_hybrid.plan.model_file import read_model
 from ds_hybrid.plan.popularity import Popularity, read_popularity
+from ds_hybrid.plan.routing import limits_left_out
 from ds_hybrid.plan.simulate import Outcome, Setting, simulate
 from ds_hybrid.plan.techniques import Row, techniques
 from ds_hybrid.plan.windows import RebalancePolicy
@@ -178,6 +179,7 @@ def to_json(
         "dtype": arguments.dtype,
         "attention": arguments.attention,
         "checkpoints": arguments.checkpoints,
+        "left_out": limits_left_out(setting.model),
         "memory_bytes": setting.machine.memory_bytes,
         "interval": arguments.interval,
         "event_seconds": arguments.event_seconds,
@@ -243,6 +245,7 @@ def to_text(facts: dict[str, Any]) -> str:
             "ms of the slowest of all ranks; load: its experts' over the mean; GB sent by a rank a step; moves of one",
             "group; GB moved by all; GB memory of a rank at its fullest",
             *_does_not_fit(facts),
+            *facts["left_out"],
         ]
     )
 

@@ -97,6 +97,17 @@ def chance_of_need(blocks: FloatArray, top_k: int) -> FloatArray:
     return chances
 
 
+def limits_left_out(model: ModelShape) -> list[str]:
+    """A line for people about what the laws do not know of the model's router, if there is anything."""
+    if model.routing_groups is None:
+        return []
+    chosen, of_all = model.routing_groups
+    return [
+        f"Left out: {model.name} takes a token's experts from {chosen} of {of_all} groups. Rows between hosts, of "
+        "hierarchical and two_stage above all, are predicted too many."
+    ]
+
+
 def read_routing(text: str, model: ModelShape, *, where: str = "--routing ") -> RoutingLaw:
     """``uniform``, ``zipf:S`` with an exponent S, or a trace: a .npz file with ``counts`` [steps, layers, E].
 

@@ -60,6 +60,13 @@ def test_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[3].split("  ")[-1] == "GB memory"
 
 
+def test_what_is_left_out_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--cluster", "h200x8_ib400", "--ranks", "1024", "--steps", "2", "--model", "deepseek_v3", "--ep", "32"]
+    lines = printed(capsys, "zipf:1.0", *options).splitlines()
+    assert lines[-1].startswith("Left out: deepseek_v3 takes a token's experts from 4 of 8 groups. Rows between hosts")
+    assert not any("Left out" in line for line in printed(capsys, *SMALL).splitlines())
+
+
 def test_memory(capsys: pytest.CaptureFixture[str]) -> None:
     """What does not fit is told; the figures are the planner's, under the same routing."""
     options = [*SMALL, "--ep", "8,16", "--zero-stage", "0"]

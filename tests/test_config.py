@@ -116,8 +116,8 @@ def test_section_is_read_and_frozen() -> None:
         ({"attention": {"kv_gather": "ring"}}, NOTHING_TO_GATHER.format("ring")),
         (
             {"observe": {"routing_trace": True}},
-            "ds_hybrid.observe.routing_trace = true (x.json): needs ds_hybrid.observe.directory. Set that to a directory "
-            'such as "runs/1", or this to false.',
+            "ds_hybrid.observe.routing_trace = true (x.json): needs ds_hybrid.observe.directory. Set that to a "
+            'directory such as "runs/1", or this to false.',
         ),
         (
             {"observe": {"directory": ""}},

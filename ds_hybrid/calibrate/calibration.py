@@ -18,6 +18,8 @@ TIME_LIMIT = 420.0
 
 _DTYPES = {"bf16": "bfloat16", "float32": "float32"}
 _GRACE = 5.0
+_NO_LINK = 1e13
+"""Bytes per second that no link has: a large message took no longer than a small one."""
 
 
 def calibrate(
@@ -30,7 +32,7 @@ def calibrate(
         environment: of the ranks, less what a launcher adds.
 
     Raises:
-        TopologyError: a rank failed, or they were not done in time.
+        TopologyError: a rank failed, they were not done in time, or the host was too busy to measure its links.
     """
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -95,4 +97,9 @@ def _rates(outcomes: list[Outcome], time_limit: float) -> dict[str, float]:
     lines = [line for line in outcomes[0].output.splitlines() if line.startswith('{"rates"')]
     assert len(lines) == 1, outcomes[0]
     rates: dict[str, float] = json.loads(lines[0])["rates"]
+    if rates["bytes_per_second"] >= _NO_LINK:
+        raise TopologyError(
+            "1 MiB took no longer than 64 bytes in an exchange of all ranks: this host is too busy to measure its "
+            "links. Try again when it is quieter."
+        )
     return rates

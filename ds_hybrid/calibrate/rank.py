@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
 import deepspeed
@@ -43,10 +43,16 @@ def main() -> None:
     every: list[dict[str, float]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(every, rates)
     if dist.get_rank() == 0:
-        latency = max(one.pop("latency_seconds") for one in every)
-        slowest = {name: min(one[name] for one in every) for name in every[0]}
-        print(json.dumps({"rates": {**slowest, "latency_seconds": latency}}), flush=True)
+        print(json.dumps({"rates": slowest(every)}), flush=True)
     dist.destroy_process_group()
+
+
+def slowest(rates_of_rank: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of each rate the lowest of all ranks; of the latency the highest."""
+    return {
+        name: (max if name == "latency_seconds" else min)(rates[name] for rates in rates_of_rank)
+        for name in rates_of_rank[0]
+    }
 
 
 def compute_rates(dtype: torch.dtype) -> dict[str, float]:

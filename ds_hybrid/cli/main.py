@@ -1,6 +1,7 @@
 """The ``ds_hybrid`` command. Each sub-command is a file of this folder that ``main`` names."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -39,9 +40,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     trace.add_command(commands)
     arguments = parser.parse_args(argv)
     try:
-        return int(arguments.run(arguments))
+        status = int(arguments.run(arguments))
+        sys.stdout.flush()
+        return status
     except HybridError as error:
         print(error, file=sys.stderr)
+    except BrokenPipeError:
+        # Whoever read has enough, as `| head` has. What is still in the buffer must not fail again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except OSError as error:
         print(f"{error.filename}: {error.strerror}", file=sys.stderr)
     return 2

@@ -5,7 +5,7 @@ import json
 import sys
 from pathlib import Path
 
-from ds_hybrid.cli.arguments import count
+from ds_hybrid.cli.arguments import count, output_file
 from ds_hybrid.config import check
 from ds_hybrid.errors import ConfigError
 from ds_hybrid.plan.article import article_choice
@@ -65,7 +65,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     )
     parser.add_argument("--rule", choices=("article",), help="also what the article's rule would take, and why not")
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write the best as a ds_config")
+    parser.add_argument("--write", type=output_file, metavar="FILE", help="write the best as a ds_config")
     parser.set_defaults(run=run)
 
 
@@ -74,16 +74,15 @@ def run(arguments: argparse.Namespace) -> int:
     request = _request(arguments)
     findings = search(request)
     comparison = _comparison(request) if arguments.rule else None
+    if arguments.write is not None and findings.fitting:
+        _write(arguments.write, request, findings.fitting[0])
+        print(f"wrote {arguments.write}", file=sys.stderr)
     if arguments.json:
         print(json.dumps(to_json(request, findings, comparison), indent=2))
     else:
         print(to_text(request, findings, comparison))
-    if arguments.write is None:
-        return 0
-    if not findings.fitting:
+    if arguments.write is not None and not findings.fitting:
         raise ConfigError(f"--write {arguments.write}: nothing fits, so there is nothing to write.")
-    _write(arguments.write, request, findings.fitting[0])
-    print(f"wrote {arguments.write}", file=sys.stderr)
     return 0
 
 

@@ -11,15 +11,16 @@ from typing import Any, get_args
 
 import numpy as np
 
-from ds_hybrid.cli.arguments import count
+from ds_hybrid.cli.arguments import count, output_file
 from ds_hybrid.cli.output import aligned, new_figure, save_figure
 from ds_hybrid.config import RebalanceConfig
 from ds_hybrid.dispatch.modes import ALL_MODES, WireDtype
-from ds_hybrid.errors import HybridError
+from ds_hybrid.errors import ConfigError, HybridError
 from ds_hybrid.plan.candidate import Workload
 from ds_hybrid.plan.machine import read_machine
 from ds_hybrid.plan.model_file import read_model
 from ds_hybrid.plan.popularity import Popularity, read_popularity
+from ds_hybrid.plan.routing import limits_left_out
 from ds_hybrid.plan.simulate import Outcome, Setting, simulate
 from ds_hybrid.plan.techniques import Row, techniques
 from ds_hybrid.plan.windows import RebalancePolicy
@@ -54,24 +55,29 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--cluster", required=True, metavar="NAME", help="a table of ds_configs/machines, or a file of that form"
     )
     parser.add_argument("--ranks", required=True, type=count, metavar="N", help="GPUs, from 4 on")
-    parser.add_argument("--ep", type=_counts, default=[8], metavar="N[,N]", help="expert-parallel sizes (8)")
-    parser.add_argument("--tp", type=count, default=1, metavar="N", help="tensor-parallel size (%(default)s)")
+    parser.add_argument("--ep", type=_counts, metavar="N[,N]", help="expert-parallel sizes (8)")
+    parser.add_argument("--tp", type=count, metavar="N", help="tensor-parallel size (1)")
     parser.add_argument(
         "--dispatch",
         type=lambda text: _words(text, ALL_MODES),
-        default=["two_stage"],
         metavar="MODE[,MODE]",
         help=f"of {', '.join(ALL_MODES)} (two_stage)",
     )
     parser.add_argument(
         "--rebalance",
         type=lambda text: _words(text, get_args(Algorithm)),
-        default=["static"],
         metavar="NAME[,NAME]",
         help=f"of {', '.join(get_args(Algorithm))} (static)",
     )
     parser.add_argument(
         "--interval", type=count, default=defaults.interval, metavar="STEPS", help="between decisions (%(default)s)"
+    )
+    parser.add_argument(
+        "--event-seconds",
+        type=_seconds,
+        default=0.0,
+        metavar="S",
+        help="what a rebalance takes besides its moves: planning, waiting for each other (%(default)s)",
     )
     parser.add_argument(
         "--model", default="qwen3_30b_a3b", metavar="NAME", help="a table of ds_configs/models, or a config.json"
@@ -82,13 +88,22 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--micro-batch", type=count, default=1, metavar="B", help="sequences of a forward (%(default)s)"
     )
     parser.add_argument("--zero-stage", type=int, choices=range(4), default=1, metavar="STAGE", help="(%(default)s)")
-    parser.add_argument("--wire-dtype", choices=get_args(WireDtype), default="auto", help="(%(default)s)")
+    parser.add_argument("--wire-dtype", choices=get_args(WireDtype), help="(auto)")
+    parser.add_argument(
+        "--checkpoints", action="store_true", help="layers are computed again in backward, the loss is taken in chunks"
+    )
+    parser.add_argument(
+        "--attention", choices=("fused", "eager"), default="fused", help="kernel of the attention (%(default)s)"
+    )
+    parser.add_argument(
+        "--dtype", choices=("bf16", "float32"), default="bf16", help="of weights and values (%(default)s)"
+    )
     parser.add_argument("--steps", type=count, metavar="N", help="of the run: all of the trace, or 1000")
     parser.add_argument(
         "--article", action="store_true", help="instead: the article's five techniques, each alone and all together"
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw the steps: .png, .svg or .pdf")
+    parser.add_argument("--plot", type=output_file, metavar="FILE", help="also draw the steps: .png, .svg or .pdf")
     parser.set_defaults(run=run)
 
 
@@ -96,36 +111,57 @@ def run(arguments: argparse.Namespace) -> int:
     """The table on stdout."""
     if arguments.ranks < 4:
         raise HybridError(f"--ranks {arguments.ranks}: must be at least 4.")
-    if arguments.article and arguments.plot:
-        raise HybridError("--plot: draws runs, not the article's table. Leave out --article.")
+    if arguments.article:
+        _refuse_beside_article(arguments)
     model, machine = read_model(arguments.model), read_machine(arguments.cluster)
+    if model.max_positions is not None and arguments.seq_len > model.max_positions:
+        raise ConfigError(
+            f"--seq-len {arguments.seq_len}: {model.name} has max_position_embeddings {model.max_positions}. Give a "
+            "smaller one, or a config.json with more."
+        )
     popularity = read_popularity(arguments.routing, model, num_steps=arguments.steps, top_k=arguments.top_k)
     setting = Setting(
         model,
-        Workload(arguments.seq_len, arguments.micro_batch),
+        Workload(arguments.seq_len, arguments.micro_batch, 2 if arguments.dtype == "bf16" else 4, arguments.attention),
         machine,
         machine.cluster(arguments.ranks),
-        tp_size=arguments.tp,
+        tp_size=arguments.tp or 1,
         zero_stage=arguments.zero_stage,
-        wire_dtype=arguments.wire_dtype,
+        wire_dtype=arguments.wire_dtype or "auto",
+        checkpoints=arguments.checkpoints,
+        event_seconds=arguments.event_seconds,
     )
-    policies = [_policy(name, arguments.interval) for name in arguments.rebalance]
     if arguments.article:
         rows = techniques(setting, popularity, _policy("static", arguments.interval))
-        facts = [asdict(row) for row in rows]
-        print(json.dumps(facts, indent=2) if arguments.json else article_text(arguments, rows))
+        text = json.dumps([asdict(row) for row in rows], indent=2) if arguments.json else article_text(arguments, rows)
+        print(text)
         return 0
-    outcomes = simulate(setting, popularity, modes=arguments.dispatch, ep_sizes=arguments.ep, policies=policies)
-    if arguments.json:
-        print(json.dumps(to_json(arguments, popularity, outcomes), indent=2))
-    else:
-        print(to_text(to_json(arguments, popularity, outcomes)))
+    policies = [_policy(name, arguments.interval) for name in arguments.rebalance or ["static"]]
+    modes, ep_sizes = arguments.dispatch or ["two_stage"], arguments.ep or [8]
+    outcomes = simulate(setting, popularity, modes=modes, ep_sizes=ep_sizes, policies=policies)
+    facts = to_json(arguments, setting, popularity, outcomes)
+    print(json.dumps(facts, indent=2) if arguments.json else to_text(facts))
     if arguments.plot:
         _plot(outcomes, arguments.plot)
     return 0
 
 
-def to_json(arguments: argparse.Namespace, popularity: Popularity, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def _refuse_beside_article(arguments: argparse.Namespace) -> None:
+    """Its rows choose these themselves."""
+    if arguments.plot:
+        raise HybridError("--plot: draws runs, not the article's table. Leave out --article.")
+    for option in ("ep", "tp", "dispatch", "rebalance", "wire_dtype", "checkpoints"):
+        if getattr(arguments, option):
+            raise HybridError(
+                f"--{option.replace('_', '-')}: --article has its own in each row. Leave one of them out."
+            )
+    if arguments.ranks % 8:
+        raise HybridError(f"--ranks {arguments.ranks}: --article has groups of 4 and of 8 ranks. Give a multiple of 8.")
+
+
+def to_json(
+    arguments: argparse.Namespace, setting: Setting, popularity: Popularity, outcomes: Sequence[Outcome]
+) -> dict[str, Any]:
     """Everything that is told about a run; times in seconds."""
     num_steps, num_layers, num_experts = popularity.weights.shape
     return {
@@ -137,13 +173,19 @@ def to_json(arguments: argparse.Namespace, popularity: Popularity, outcomes: Seq
         "model": arguments.model,
         "cluster": arguments.cluster,
         "num_ranks": arguments.ranks,
-        "tp_size": arguments.tp,
+        "tp_size": setting.tp_size,
         "seq_len": arguments.seq_len,
         "micro_batch": arguments.micro_batch,
         "zero_stage": arguments.zero_stage,
-        "wire_dtype": arguments.wire_dtype,
+        "wire_dtype": setting.wire_dtype,
+        "dtype": arguments.dtype,
+        "attention": arguments.attention,
+        "checkpoints": arguments.checkpoints,
+        "left_out": limits_left_out(setting.model),
+        "memory_bytes": setting.machine.memory_bytes,
         "interval": arguments.interval,
-        "runs": [_outcome(each) for each in outcomes],
+        "event_seconds": arguments.event_seconds,
+        "runs": [_outcome(each) | {"fits": each.fits(setting.machine)} for each in outcomes],
     }
 
 
@@ -161,6 +203,7 @@ def _outcome(outcome: Outcome) -> dict[str, Any]:
         "moving_seconds": float(outcome.moving_seconds.sum()),
         "slowest_over_mean_p50": _quantile(outcome.imbalance, 0.5),
         "slowest_over_mean_p99": _quantile(outcome.imbalance, 0.99),
+        "peak_memory_bytes": outcome.peak_memory,
         "wire_bytes_per_step": float(outcome.wire_bytes.mean()),
         "num_moves_of_group": outcome.num_moves,
         "num_moves_of_group_across_nodes": outcome.num_moves_across,
@@ -172,7 +215,10 @@ def _outcome(outcome: Outcome) -> dict[str, Any]:
 
 def to_text(facts: dict[str, Any]) -> str:
     """What :func:`to_json` gives, for people."""
-    header = "dispatch|EP|rebalance|ms a step|p50|p99|experts|dispatch|slowest p50|p99|GB sent|moves|GB moved"
+    header = (
+        "dispatch|EP|rebalance|ms a step|ms p50|ms p99|ms experts|ms dispatch|load p50|load p99|GB sent|moves|GB moved"
+        "|GB memory"
+    )
     rows = [tuple(header.split("|"))]
     for each in facts["runs"]:
         milliseconds = ("step_seconds", "step_seconds_p50", "step_seconds_p99", "expert_seconds", "dispatch_seconds")
@@ -187,6 +233,7 @@ def to_text(facts: dict[str, Any]) -> str:
                 f"{each['wire_bytes_per_step'] / facts['num_ranks'] / 1e9:.2f}",
                 str(each["num_moves_of_group"]),
                 f"{each['moved_bytes'] / 1e9:.1f}",
+                f"{each['peak_memory_bytes'] / 1e9:.1f}{'' if each['fits'] else '!'}",
             )
         )
     return "\n".join(
@@ -197,16 +244,24 @@ def to_text(facts: dict[str, Any]) -> str:
             "",
             *aligned(rows),
             "",
-            "ms of the slowest of all ranks; slowest: its experts' load over the mean; GB sent by a rank a step; moves "
-            "of one group; GB moved by all",
+            "ms of the slowest of all ranks; load: its experts' over the mean; GB sent by a rank a step; moves of one",
+            "group; GB moved by all; GB memory of a rank at its fullest",
+            *_does_not_fit(facts),
+            *facts["left_out"],
         ]
     )
+
+
+def _does_not_fit(facts: dict[str, Any]) -> list[str]:
+    if all(each["fits"] for each in facts["runs"]):
+        return []
+    return [f"! does not fit: a rank has {facts['memory_bytes'] / 1e9:.1f} GB. See --checkpoints, --zero-stage, --ep"]
 
 
 def article_text(arguments: argparse.Namespace, rows: Sequence[Row]) -> str:
     """The article's techniques, for people. Speeds are compared by tokens per second: layouts differ in tokens."""
     base = rows[0].alone.tokens_per_second
-    table = [("technique", "alone", "slowest", "together", "tokens/s", "ms a step", "dispatch", "experts", "slowest")]
+    table = [("technique", "alone", "load", "together", "tokens/s", "ms a step", "dispatch", "experts", "load", "GB")]
     for row in rows:
         alone, together = row.alone, row.together
         table.append(
@@ -226,6 +281,7 @@ def article_text(arguments: argparse.Namespace, rows: Sequence[Row]) -> str:
                     if together
                     else ("-",) * 6
                 ),
+                f"{(together or alone).peak_memory / 1e9:.1f}",
             )
         )
     first = f"{arguments.model} on {arguments.ranks} ranks of {arguments.cluster}, {arguments.routing}: "
@@ -235,7 +291,8 @@ def article_text(arguments: argparse.Namespace, rows: Sequence[Row]) -> str:
             "",
             *aligned(table),
             "",
-            "By the model of docs/planner.md, not measured. x: tokens per second over the base's.",
+            "By the model of docs/planner.md, not measured. x: tokens per second over the base's; load: the busiest",
+            "rank's over the mean; GB: memory of a rank at its fullest.",
         ]
     )
 
@@ -266,12 +323,30 @@ def _plot(outcomes: Sequence[Outcome], path: Path) -> None:
     save_figure(figure, path)
 
 
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds from 0 on")
+    return seconds
+
+
 def _counts(text: str) -> list[int]:
-    return [count(word) for word in text.split(",")]
+    return [count(word) for word in _different(text)]
+
+
+def _different(text: str) -> list[str]:
+    words = text.split(",")
+    repeated = [word for place, word in enumerate(words) if word in words[:place]]
+    if repeated:
+        raise argparse.ArgumentTypeError(f"{text!r} has {repeated[0]!r} twice. Name it once")
+    return words
 
 
 def _words(text: str, known: Sequence[Any]) -> list[Any]:
-    words = text.split(",")
+    words = _different(text)
     for word in words:
         if word not in known:
             raise argparse.ArgumentTypeError(

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
-from ds_hybrid.cli.arguments import count
+from ds_hybrid.cli.arguments import count, output_file
 from ds_hybrid.cli.output import aligned, new_figure, save_figure
 from ds_hybrid.config import RebalanceConfig
 from ds_hybrid.errors import HybridError
@@ -97,7 +97,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--expert-parameters", type=count, metavar="N", help="of one expert, if the trace does not tell: for the bytes"
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw it: .png, .svg or .pdf")
+    parser.add_argument("--plot", type=output_file, metavar="FILE", help="also draw it: .png, .svg or .pdf")
     parser.set_defaults(run=run)
 
 

@@ -19,7 +19,7 @@ from ds_hybrid.errors import HybridError, PlacementError
 from ds_hybrid.moe.kinds import MoELayer
 from ds_hybrid.rebalance.fragments import StateFinder
 from ds_hybrid.rebalance.migrate import ExpertGrid, expert_bytes
-from ds_hybrid.rebalance.policy import Costs
+from ds_hybrid.rebalance.policy import Costs, EventCost
 from ds_hybrid.topology.cluster import Cluster
 
 _FORWARD_AND_BACKWARD = 3
@@ -55,7 +55,7 @@ class CostMeter:
         self._num_pairs = [0] * len(layers)
         self._has_begun = False
         self._seconds_per_pair = [0.0] * len(layers)
-        self._seconds_per_event = 0.0
+        self._event = EventCost()
 
     def node_of_rank(self, layer: MoELayer) -> tuple[int, ...]:
         """The node of each rank of the layer's first expert-parallel group."""
@@ -74,18 +74,12 @@ class CostMeter:
         self._num_pairs = [before + more for before, more in zip(self._num_pairs, num_pairs, strict=True)]
 
     def add_event(self, seconds: float) -> None:
-        """Note what a rebalance has taken besides its moves, on the slowest rank.
-
-        One that was slow by chance must not forbid all that would follow: the figure at most doubles with an event, and
-        halves with each that is refused for it.
-        """
-        slowest = _largest([max(seconds, 0.0)])[0]
-        before = self._seconds_per_event
-        self._seconds_per_event = min(slowest, 2 * before) if before else slowest
+        """Note what a rebalance has taken besides its moves, on the slowest rank."""
+        self._event = self._event.after(_largest([max(seconds, 0.0)])[0])
 
     def refuse_event(self) -> None:
         """Note that an event costs too much for what it would bring."""
-        self._seconds_per_event /= 2
+        self._event = self._event.refused()
 
     def measure(self, optimizer: Any) -> list[Costs]:
         """The costs of each layer since the last time. Collective over all ranks; waits for the device.
@@ -122,7 +116,7 @@ class CostMeter:
             seconds_per_pair=_FORWARD_AND_BACKWARD * self._seconds_per_pair[number],
             seconds_per_move=num_bytes * inside,
             seconds_per_move_across=num_bytes * across,
-            seconds_per_event=self._seconds_per_event,
+            seconds_per_event=self._event.seconds,
         )
 
     def _links(self, layer: MoELayer) -> tuple[float, float]:

@@ -37,10 +37,22 @@ class Demands:
 
 @dataclass(frozen=True, eq=False)
 class DispatchRun:
-    """One layer, forward and backward, in each step: two [S] arrays; bytes leave all ranks of a group."""
+    """One layer in each step: [S] arrays. Bytes leave all ranks of a group.
+
+    Attributes:
+        seconds, wire_bytes: of forward and backward.
+        forward_seconds, forward_bytes: of those, what comes again where a layer is computed again.
+    """
 
     seconds: FloatArray
     wire_bytes: FloatArray
+    forward_seconds: FloatArray
+    forward_bytes: FloatArray
+
+    def with_forwards(self, num_forwards: int) -> tuple[FloatArray, FloatArray]:
+        """Seconds and bytes of so many forwards and one backward."""
+        more = num_forwards - 1
+        return self.seconds + more * self.forward_seconds, self.wire_bytes + more * self.forward_bytes
 
 
 def dispatch_run(
@@ -52,66 +64,90 @@ def dispatch_run(
         num_tokens: T.
         links: as ``predicted_seconds`` takes them.
     """
-    num_ranks, num_steps = shape.num_ranks, len(demands.pairs)
-    if num_ranks == 1:
-        return DispatchRun(np.zeros(num_steps), np.zeros(num_steps))
-    group, to_others = links["group"], num_ranks - 1
+    num_steps = len(demands.pairs)
+    if shape.num_ranks == 1:
+        return DispatchRun(*(np.zeros(num_steps) for _ in range(4)))
+    # Routing weights ride on the way there, and their gradients on the last way back.
     riding = 0 if mode == "alltoall" else shape.riding_bytes
-    # Dispatch, combine and the gradients of both; routing weights ride on the first and come back with the last.
-    row = shape.dispatched_row_bytes + 3 * shape.row_bytes + 2 * riding
-    header: float
-    if mode == "alltoall":
-        header = INTEGER_BYTES * (shape.num_experts // num_ranks + shape.num_facts) * to_others
-        most, total = _most(demands.pairs), demands.pairs.sum(1) * to_others
-        num_messages = 5
+    there = shape.dispatched_row_bytes + shape.row_bytes + riding
+    back = 2 * shape.row_bytes + riding
+    exchange = _over_nodes if mode == "hierarchical" else _over_group
+    seconds, sent = exchange(mode, demands, num_tokens, shape, links, there, is_forward=True)
+    seconds_back, sent_back = exchange(mode, demands, num_tokens, shape, links, back, is_forward=False)
+    return DispatchRun(seconds + seconds_back, sent + sent_back, seconds, sent)
+
+
+def _over_group(
+    mode: Mode,
+    demands: Demands,
+    num_tokens: float,
+    shape: WireShape,
+    links: Mapping[Way, GroupSpeed],
+    row: float,
+    *,
+    is_forward: bool,
+) -> tuple[FloatArray, FloatArray]:
+    """[S] seconds and bytes of one pass, in which a row takes ``row`` bytes there and home."""
+    group, num_ranks, to_others = links["group"], shape.num_ranks, shape.num_ranks - 1
+    header, num_messages = 0.0, 2
+    if mode == "allgather":
+        num_steps = len(demands.pairs)
+        most, total = np.full(num_steps, float(to_others)), np.full(num_steps, float(num_ranks * to_others))
+        num_messages += 1  # routing weights go apart
     else:
-        header = INTEGER_BYTES * (1 + shape.num_facts) * to_others
-        num_messages = 6
-        if mode == "hierarchical":
-            return _over_nodes(demands, num_tokens, shape, links, header, row)
-        header += num_tokens * shape.ids_bytes * to_others
-        if mode == "allgather":
-            most, total = np.full(num_steps, float(to_others)), np.full(num_steps, float(num_ranks * to_others))
-            num_messages = 8
-        else:
-            most, total = _most(demands.rows), demands.rows.sum(1) * to_others
-    return DispatchRun(
+        rows = demands.pairs if mode == "alltoall" else demands.rows
+        most, total = _most(rows), rows.sum(1) * to_others
+    if is_forward:
+        header, more = _headers(mode, num_tokens, shape)
+        num_messages += more
+    return (
         num_messages * group.latency + (header + num_tokens * row * most) / group.bandwidth,
         num_ranks * header + num_tokens * row * total,
     )
 
 
+def _headers(mode: Mode, num_tokens: float, shape: WireShape) -> tuple[float, int]:
+    """Bytes that a rank sends to the whole group before the rows, and in how many messages."""
+    if mode == "alltoall":
+        numbers = shape.num_experts // shape.num_ranks + shape.num_facts
+        return float(INTEGER_BYTES * numbers * (shape.num_ranks - 1)), 1
+    facts = INTEGER_BYTES * (1 + shape.num_facts)
+    if mode == "hierarchical":
+        return float(facts * (shape.num_ranks - 1)), 1
+    return (facts + num_tokens * shape.ids_bytes) * (shape.num_ranks - 1), 2
+
+
 def _over_nodes(
+    mode: Mode,
     demands: Demands,
     num_tokens: float,
     shape: WireShape,
     links: Mapping[Way, GroupSpeed],
-    header: float,
     row: float,
-) -> DispatchRun:
-    """One row to each node that needs it, then to its ranks. A rank holds rows of N ranks in between."""
+    *,
+    is_forward: bool,
+) -> tuple[FloatArray, FloatArray]:
+    """The same: one row to each node that needs it, then to its ranks. A rank holds rows of N ranks in between."""
     to_node = demands.rows_to_node
     num_nodes = to_node.shape[1]
     size = shape.num_ranks // num_nodes
     group, across, inside = links["group"], links["across"], links["inside"]
-    ids = num_tokens * shape.ids_bytes
-    held = num_nodes * to_node
     by_node = demands.rows.reshape(len(to_node), num_nodes, size)
     most_inside = num_nodes * _most(by_node).max(1)
-    seconds = group.latency + header / group.bandwidth
-    seconds += 5 * across.latency + 6 * inside.latency
-    seconds += (num_nodes - 1) * ids / across.bandwidth + (size - 1) * INTEGER_BYTES / inside.bandwidth
-    ids_inside = ids * (size - 1) * held
     moved = num_tokens * row
-    across_rows = size * (num_nodes - 1) * to_node.sum(1)
-    inside_rows = (size - 1) * num_nodes * demands.rows.sum(1)
-    fixed = shape.num_ranks * (header + (num_nodes - 1) * ids + (size - 1) * INTEGER_BYTES)
-    return DispatchRun(
-        seconds
-        + ids_inside.max(1) / inside.bandwidth
-        + moved * (_most(to_node) / across.bandwidth + most_inside / inside.bandwidth),
-        fixed + size * ids_inside.sum(1) + moved * (across_rows + inside_rows),
-    )
+    seconds = 2 * (across.latency + inside.latency)
+    seconds = seconds + moved * (_most(to_node) / across.bandwidth + most_inside / inside.bandwidth)
+    sent = moved * (size * (num_nodes - 1) * to_node.sum(1) + (size - 1) * num_nodes * demands.rows.sum(1))
+    if not is_forward:
+        return seconds, sent
+    header, _ = _headers(mode, num_tokens, shape)
+    ids = num_tokens * shape.ids_bytes
+    ids_inside = ids * (size - 1) * num_nodes * to_node
+    seconds += group.latency + header / group.bandwidth
+    seconds += across.latency + (num_nodes - 1) * ids / across.bandwidth
+    seconds += 2 * inside.latency + ((size - 1) * INTEGER_BYTES + ids_inside.max(1)) / inside.bandwidth
+    sent += shape.num_ranks * (header + (num_nodes - 1) * ids + (size - 1) * INTEGER_BYTES)
+    return seconds, sent + size * ids_inside.sum(1)
 
 
 def _most(rows: FloatArray) -> FloatArray:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, Strict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict
 
 from ds_hybrid.dispatch.predict import GroupSpeed
 from ds_hybrid.errors import ConfigError, TopologyError
@@ -122,21 +122,28 @@ def _ranks_by_host(ranks: Sequence[int], cluster: Cluster) -> list[int]:
     return list(Counter(cluster.host_of_rank[rank] for rank in ranks).values())
 
 
-_Positive = Annotated[float, Strict(False), Field(gt=0)]
+def _no_switch(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("must be a number")
+    return value
+
+
+_NUMBER = (Strict(False), BeforeValidator(_no_switch))
+"""YAML reads 3e14, without a point, as text."""
 
 
 class _Number(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
-    value: _Positive
-    source: str
+    value: Annotated[float, *_NUMBER, Field(gt=0, allow_inf_nan=False)]
+    source: Annotated[str, Field(min_length=1)]
 
 
 class _Part(_Number):
-    value: Annotated[float, Strict(False), Field(gt=0, le=1)]
+    value: Annotated[float, *_NUMBER, Field(gt=0, le=1)]
 
 
-class _PartOrNone(_Number):
-    value: Annotated[float, Strict(False), Field(ge=0, le=1)]
+class _Share(_Number):
+    value: Annotated[float, *_NUMBER, Field(ge=0, le=1)]
 
 
 class MachineTable(BaseModel):
@@ -156,7 +163,7 @@ class MachineTable(BaseModel):
     expert_efficiency: _Part
     memory_efficiency: _Part
     link_efficiency: _Part
-    overlap: _PartOrNone
+    overlap: _Share
     usable_memory: _Part
 
 

@@ -95,6 +95,7 @@ class ModelShape:
         shared_width: of the experts that every token takes, together; 0 without.
         is_tied: input and output embeddings are one matrix.
         max_positions: the longest sequence, None when the model does not say.
+        routing_groups: (M, G): a token's experts are in M of G groups of consecutive experts; None without a limit.
     """
 
     name: str
@@ -111,6 +112,7 @@ class ModelShape:
     shared_width: int = 0
     is_tied: bool = False
     max_positions: int | None = None
+    routing_groups: tuple[int, int] | None = None
 
     @property
     def num_moe_layers(self) -> int:

@@ -19,11 +19,16 @@ MODEL_TYPES = ("mixtral", "qwen3_moe", *_LATENT)
 
 @dataclass(frozen=True)
 class Published:
-    """Parameters as the model's makers give them, and where they do."""
+    """Parameters as the model's makers give them, and where they do.
+
+    Attributes:
+        embeddings_left_out: how many matrices of vocabulary x hidden size ``active`` leaves out.
+    """
 
     total: float
     active: float
     source: str
+    embeddings_left_out: int = 0
 
 
 def read_model(name: str) -> ModelShape:
@@ -129,4 +134,13 @@ def _latent_model(keys: _Counts, config: Mapping[str, Any], label: str) -> Model
         shared_width=(config.get("n_shared_experts") or 0) * keys("moe_intermediate_size"),
         is_tied=bool(config.get("tie_word_embeddings", False)),
         max_positions=config.get("max_position_embeddings"),
+        routing_groups=_routing_groups(keys, config),
     )
+
+
+def _routing_groups(keys: _Counts, config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """DeepSeek's ``topk_group`` of ``n_group``, where that limits anything."""
+    if config.get("n_group") is None or config.get("topk_group") is None:
+        return None
+    chosen, of_all = keys("topk_group"), keys("n_group")
+    return (chosen, of_all) if chosen < of_all else None

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ds_hybrid.errors import ConfigError
 from ds_hybrid.plan.model import ModelShape
-from ds_hybrid.plan.routing import read_routing
+from ds_hybrid.plan.routing import NUM_DRAWS, RoutingLaw, read_routing
 from ds_hybrid.problems import show
 from ds_hybrid.rebalance.trace import is_trace, read_trace
 
@@ -47,6 +47,13 @@ class Popularity:
         chances: FloatArray = self.top_k * weights / weights.sum(1, keepdims=True)
         return chances
 
+    def law(self) -> RoutingLaw:
+        """The popularity of some of its layers and steps, for predictions of a typical one and of a rare one."""
+        num_steps, num_layers, num_experts = self.weights.shape
+        places = np.linspace(0, num_steps * num_layers - 1, min(NUM_DRAWS, num_steps * num_layers)).astype(int)
+        draws = self.weights.reshape(-1, num_experts)[places].astype(np.float64)
+        return RoutingLaw(self.name, self.top_k * draws / draws.sum(1, keepdims=True), num_layers)
+
 
 def read_popularity(text: str, model: ModelShape, *, num_steps: int | None, top_k: int | None = None) -> Popularity:
     """A trace's .npz file, the directory of a run that recorded one, or ``zipf:S[,drift=D]``.
@@ -57,22 +64,23 @@ def read_popularity(text: str, model: ModelShape, *, num_steps: int | None, top_
 
     Args:
         num_steps: of the run; default: those of the trace, or 1000.
-        top_k: K of a trace that is not of the model.
+        top_k: K of a trace that does not tell it. One that tells neither must have as many experts as the model.
 
     Raises:
         ConfigError: it is neither; a trace has fewer steps, or an expert with more than one choice of each token.
         PlacementError: the file is no trace.
     """
     if is_trace(text):
-        return _of_trace(text, num_steps, top_k or model.top_k)
-    law, _, drift = text.partition(",")
+        return _of_trace(text, num_steps, top_k, model)
+    law, comma, drift = text.partition(",")
     if top_k not in (None, model.top_k) or not law.startswith("zipf:"):
         raise ConfigError(
             f"{show(text)}: must be a trace's .npz file, or zipf:S[,drift=D] such as zipf:1.0,drift=0.01 (--top-k is "
             "for traces alone)."
         )
-    shares = np.sort(read_routing(law, model).inclusion[0])[::-1] / model.top_k
-    return Popularity(text, _drawn(shares, _drift(drift, text), num_steps or 1000, model.num_moe_layers), model.top_k)
+    shares = np.sort(read_routing(law, model, where="").inclusion[0])[::-1] / model.top_k
+    renewed = _drift(drift, text) if comma else 0.0
+    return Popularity(text, _drawn(shares, renewed, num_steps or 1000, model.num_moe_layers), model.top_k)
 
 
 def of_run(model: ModelShape, popularity: Popularity) -> ModelShape:
@@ -80,10 +88,19 @@ def of_run(model: ModelShape, popularity: Popularity) -> ModelShape:
     return replace(model, num_experts=popularity.num_experts, top_k=popularity.top_k)
 
 
-def _of_trace(path: str, num_steps: int | None, top_k: int) -> Popularity:
-    counts = read_trace(path).counts
+def _of_trace(path: str, num_steps: int | None, top_k: int | None, model: ModelShape) -> Popularity:
+    trace = read_trace(path)
+    counts = trace.counts
     if num_steps is not None and num_steps > len(counts):
         raise ConfigError(f"--steps {num_steps}: {path} has {len(counts)}. Leave it out, or give fewer.")
+    if top_k is not None and trace.top_k not in (None, top_k):
+        raise ConfigError(f"--top-k {top_k}: {path} was recorded with {trace.top_k}. Leave it out.")
+    top_k = top_k or trace.top_k or (model.top_k if counts.shape[2] == model.num_experts else None)
+    if top_k is None:
+        raise ConfigError(
+            f"{path}: does not tell how many of its {counts.shape[2]} experts a token takes, and {model.name} has "
+            f"{model.num_experts}. Give the --top-k of the run that it was recorded in."
+        )
     counts = counts[:num_steps]
     shares = counts.max(2) / counts.sum(2)
     if shares.max() * top_k > 1:
@@ -95,8 +112,6 @@ def _of_trace(path: str, num_steps: int | None, top_k: int) -> Popularity:
 
 
 def _drift(text: str, whole: str) -> float:
-    if not text:
-        return 0.0
     key, _, number = text.partition("=")
     try:
         drift = float(number) if key == "drift" else -1.0

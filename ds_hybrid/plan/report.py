@@ -9,6 +9,7 @@ from typing import Any
 from ds_hybrid.plan.article import ArticleChoice, why_it_differs
 from ds_hybrid.plan.candidate import LOSS_CHUNK, Candidate
 from ds_hybrid.plan.memory import memory
+from ds_hybrid.plan.routing import limits_left_out
 from ds_hybrid.plan.search import Estimate, Findings, Request
 
 NUM_SHOWN = 10
@@ -58,6 +59,7 @@ def to_text(request: Request, findings: Findings, comparison: Comparison | None)
             *(_article(request, findings, comparison) if comparison else ()),
             "",
             *_notes(request, findings),
+            *limits_left_out(request.model),
         ]
     )
 
@@ -69,6 +71,7 @@ def to_json(request: Request, findings: Findings, comparison: Comparison | None)
         "num_combinations": findings.num_combinations,
         "dropped": dict(findings.dropped),
         "fits": bool(findings.fitting),
+        "left_out": limits_left_out(request.model),
         "plans": [predicted(request, estimate) for estimate in (findings.fitting or findings.nearest)[:NUM_SHOWN]],
     }
     if comparison:

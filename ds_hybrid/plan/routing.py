@@ -97,11 +97,25 @@ def chance_of_need(blocks: FloatArray, top_k: int) -> FloatArray:
     return chances
 
 
-def read_routing(text: str, model: ModelShape) -> RoutingLaw:
+def limits_left_out(model: ModelShape) -> list[str]:
+    """A line for people about what the laws do not know of the model's router, if there is anything."""
+    if model.routing_groups is None:
+        return []
+    chosen, of_all = model.routing_groups
+    return [
+        f"Left out: {model.name} takes a token's experts from {chosen} of {of_all} groups. Rows between hosts, of "
+        "hierarchical and two_stage above all, are predicted too many."
+    ]
+
+
+def read_routing(text: str, model: ModelShape, *, where: str = "--routing ") -> RoutingLaw:
     """``uniform``, ``zipf:S`` with an exponent S, or a trace: a .npz file with ``counts`` [steps, layers, E], or the
     directory of a run that recorded one.
 
     Zipf's law is the prior of the choice: the experts with the K largest log(place ** -S) + Gumbel noise are taken.
+
+    Args:
+        where: what messages begin with, before the text.
 
     Raises:
         ConfigError: it is none of these, or the trace is of another number of experts.
@@ -111,21 +125,21 @@ def read_routing(text: str, model: ModelShape) -> RoutingLaw:
     if text == "uniform":
         inclusion = np.full((1, model.num_experts), model.top_k / model.num_experts)
     elif kind == "zipf":
-        inclusion = _zipf(_exponent(exponent, text), model)
+        inclusion = _zipf(_exponent(exponent, f"{where}{show(text)}"), model)
     elif is_trace(text):
-        inclusion = _of_trace(text, model)
+        inclusion = _of_trace(text, model, f"{where}{text}")
     else:
-        raise ConfigError(f"--routing {show(text)}: must be uniform, zipf:S such as zipf:1.0, or a trace's .npz file.")
+        raise ConfigError(f"{where}{show(text)}: must be uniform, zipf:S such as zipf:1.0, or a trace's .npz file.")
     return RoutingLaw(text, inclusion, model.num_moe_layers)
 
 
-def _exponent(text: str, routing: str) -> float:
+def _exponent(text: str, where: str) -> float:
     try:
         exponent = float(text)
     except ValueError:
         exponent = -1.0
     if not 0 <= exponent <= 10:
-        raise ConfigError(f"--routing {show(routing)}: the exponent must be a number from 0 to 10, such as zipf:1.0.")
+        raise ConfigError(f"{where}: the exponent must be a number from 0 to 10, such as zipf:1.0.")
     return exponent
 
 
@@ -138,11 +152,17 @@ def _zipf(exponent: float, model: ModelShape) -> FloatArray:
     return rng.permuted(np.tile(inclusion, (NUM_DRAWS, 1)), axis=1)
 
 
-def _of_trace(path: str, model: ModelShape) -> FloatArray:
-    counts = read_trace(path).counts
+def _of_trace(path: str, model: ModelShape, where: str) -> FloatArray:
+    trace = read_trace(path)
+    counts = trace.counts
     if counts.shape[2] != model.num_experts:
         raise ConfigError(
-            f"--routing {path}: a trace of {counts.shape[2]} experts, but {model.name} has {model.num_experts}. "
+            f"{where}: a trace of {counts.shape[2]} experts, but {model.name} has {model.num_experts}. "
+            "Record one of this model, or give zipf:S."
+        )
+    if trace.top_k not in (None, model.top_k):
+        raise ConfigError(
+            f"{where}: a trace of {trace.top_k} choices of a token, but {model.name} has {model.top_k}. "
             "Record one of this model, or give zipf:S."
         )
     draws = counts.reshape(-1, counts.shape[2])
@@ -150,7 +170,7 @@ def _of_trace(path: str, model: ModelShape) -> FloatArray:
     inclusion = model.top_k * draws / draws.sum(1, keepdims=True)
     if inclusion.max() > 1:
         raise ConfigError(
-            f"--routing {path}: an expert has more than 1 of {model.top_k} choices of a token, so the trace is of a "
+            f"{where}: an expert has more than 1 of {model.top_k} choices of a token, so the trace is of a "
             f"model with a smaller top-k than {model.name}. Record one of this model, or give zipf:S."
         )
     return inclusion

@@ -11,17 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
 
+from ds_hybrid.config import find_problems
 from ds_hybrid.dispatch.modes import Mode, WireDtype
 from ds_hybrid.dispatch.traffic import WireShape
 from ds_hybrid.errors import ConfigError
 from ds_hybrid.placement import ExpertPlacement
 from ds_hybrid.plan.candidate import Candidate, Workload
 from ds_hybrid.plan.dispatch_run import Demands, DispatchRun, dispatch_run
+from ds_hybrid.plan.ds_config import to_ds_config
 from ds_hybrid.plan.machine import Machine
+from ds_hybrid.plan.memory import memory
 from ds_hybrid.plan.model import ModelShape
 from ds_hybrid.plan.popularity import Popularity, of_run
 from ds_hybrid.plan.routing import chance_of_need, read_routing
@@ -37,7 +41,7 @@ from ds_hybrid.topology.layout import consecutive_groups, plan_layout
 FloatArray = npt.NDArray[np.float64]
 
 _STEPS_AT_A_TIME = 50
-_WEIGHT, _OPTIMIZER = 2, 12
+_FLOAT = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,8 +51,10 @@ class Setting:
     Attributes:
         work: one micro-batch of a tensor-parallel group.
         cluster: ``machine``'s; ranks of expert-parallel groups are consecutive.
+        checkpoints: layers are computed again in backward, and the loss is taken in chunks.
         sequence_shards: consecutive ranks that share out each sequence; then ``tp_size`` is 1.
         hides_gathers: whether they gather keys and values beside attention.
+        event_seconds: what a rebalance takes besides its moves: planning, agreeing, waiting for each other.
     """
 
     model: ModelShape
@@ -61,6 +67,7 @@ class Setting:
     checkpoints: bool = False
     sequence_shards: int = 1
     hides_gathers: bool = False
+    event_seconds: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +80,7 @@ class Outcome:
         dispatch_seconds, moving_seconds: [S]: of those the exchanges', and moving experts before the step.
         imbalance: [S]: expert_seconds over those of even loads.
         rest: the same in every step; its experts and dispatch are 0.
+        peak_memory: bytes of the rank that needs the most, experts where they begin, routing as in ``plan.memory``.
         wire_bytes: [S]: what leaves all ranks in dispatch.
         num_moves, num_moves_across: experts that changed rank in one group; of those, across nodes.
         moved_bytes: over all groups.
@@ -88,11 +96,16 @@ class Outcome:
     moving_seconds: FloatArray
     imbalance: FloatArray
     rest: StepTime
+    peak_memory: float
     wire_bytes: FloatArray
     num_moves: int
     num_moves_across: int
     moved_bytes: float
     tokens_per_step: float
+
+    def fits(self, machine: Machine) -> bool:
+        """Whether a rank of such a machine has that much memory."""
+        return self.peak_memory <= machine.memory_bytes
 
     @property
     def tokens_per_second(self) -> float:
@@ -112,7 +125,7 @@ def simulate(
     A model with more layers than were recorded has several like each of them.
 
     Raises:
-        ConfigError: a dispatcher cannot serve a size.
+        ConfigError: a dispatcher cannot serve a size, or it cannot be trained so.
         PlacementError: a size does not divide the experts.
         TopologyError: a size does not divide the ranks.
     """
@@ -150,10 +163,10 @@ class _Group:
         self._num_groups = world_size // ep_size
         self._repeats = model.num_moe_layers / popularity.num_layers
         self._tokens = setting.work.num_tokens / (setting.tp_size * setting.sequence_shards)
+        self._peak = cache(self._peak_memory)
         self._demand = read_routing("uniform", model).demand(ep_size)
         self._layout = layout
         self._even_experts = self._even("two_stage").experts
-        self._dispatches = 1.5 if setting.checkpoints else 1.0
 
     def check(self, mode: Mode) -> None:
         """Whether the dispatcher can serve these groups."""
@@ -165,6 +178,17 @@ class _Group:
                 f"{where}: a group must span several hosts of {self._setting.machine.ranks_per_host} ranks, with "
                 "several ranks of each. Give another --ep, or two_stage."
             )
+
+        heads, kv_heads = (getattr(self._setting.model.attention, name) for name in ("num_heads", "num_kv_heads"))
+        if heads % self._setting.tp_size or kv_heads % self._setting.tp_size:
+            raise ConfigError(f"{where}: TP must divide {heads} heads and {kv_heads} key and value heads.")
+        if self._setting.sequence_shards > 1:
+            return
+        document = to_ds_config(self._setting.model, self._setting.work, self._candidate(mode))
+        num_ranks, num_experts = self._setting.cluster.num_ranks, self._setting.model.num_experts
+        problems = find_problems(document, name="its ds_config", world_size=num_ranks, num_experts=num_experts)
+        if problems:
+            raise ConfigError(f"{where}, ZeRO {self._setting.zero_stage} cannot be trained: {problems[0]}")
 
     def play(self, policy: RebalancePolicy, modes: Sequence[Mode]) -> Iterator[Outcome]:
         num_steps = len(self._popularity.weights)
@@ -183,15 +207,15 @@ class _Group:
                 for layer, placement in enumerate(window.placements):
                     demands = self._demands(steps, layer, placement, modes)
                     experts[steps] += self._busiest(demands.pairs, rng)
-                    for mode in modes:
-                        run = dispatchers[mode](demands)
-                        seconds[mode][steps] += run.seconds
-                        sent[mode][steps] += run.wire_bytes
+                    for mode, dispatcher in dispatchers.items():
+                        took, left = dispatcher(demands).with_forwards(2 if self._setting.checkpoints else 1)
+                        seconds[mode][steps] += took
+                        sent[mode][steps] += left
         pairs_of_rank = self._tokens * self._setting.model.top_k * self._popularity.num_layers
         imbalance = experts.max(1) / pairs_of_rank
         for mode in modes:
             rest = replace(self._even(mode), experts=0.0)
-            dispatch = seconds[mode] * self._repeats * self._dispatches
+            dispatch = seconds[mode] * self._repeats
             yield Outcome(
                 mode=mode,
                 ep_size=self._ep_size,
@@ -202,7 +226,8 @@ class _Group:
                 moving_seconds=moving,
                 imbalance=imbalance,
                 rest=rest,
-                wire_bytes=sent[mode] * self._repeats * self._dispatches * self._num_groups,
+                peak_memory=self._peak(mode),
+                wire_bytes=sent[mode] * self._repeats * self._num_groups,
                 num_moves=round(num_moves * self._repeats),
                 num_moves_across=round(num_moves_across * self._repeats),
                 moved_bytes=num_moves * self._repeats * self._num_groups * self._bytes_of_expert,
@@ -228,6 +253,12 @@ class _Group:
             checkpoints=setting.checkpoints,
         )
 
+    def _peak_memory(self, mode: Mode) -> float:
+        setting = self._setting
+        demand = self._popularity.law().demand(self._ep_size, self._num_nodes if mode == "hierarchical" else 1)
+        work = replace(setting.work, seq_len=-(-setting.work.seq_len // setting.sequence_shards))
+        return memory(setting.model, work, self._candidate(mode), demand).peak
+
     def _candidate(self, mode: Mode) -> Candidate:
         setting = self._setting
         return Candidate(
@@ -242,9 +273,14 @@ class _Group:
 
     @property
     def _bytes_of_expert(self) -> float:
-        """What moves in one group: the weight, and with ZeRO this group's share of master and moments."""
-        share = self._num_groups if self._setting.zero_stage else 1
-        return self._setting.model.parameters_of_expert * (_WEIGHT + _OPTIMIZER / share)
+        """What moves in one group, as ``plan.states`` has it: the weight, with ZeRO 3 this group's share of it; from
+        ZeRO 1 on the share of float32 master and moments, without ZeRO all of them.
+        """
+        stage, weight = self._setting.zero_stage, self._setting.work.value_bytes
+        has_master = stage > 0 or weight < _FLOAT
+        states = (3 if has_master else 2) * _FLOAT / (self._num_groups if stage else 1)
+        weight_moved = weight / (self._num_groups if stage == 3 else 1)
+        return self._setting.model.parameters_of_expert * (weight_moved + states)
 
     def _costs(self) -> Costs:
         """For pairs in the units of the weights, whose layers stand for ``repeats`` each, as their moves do."""
@@ -254,6 +290,7 @@ class _Group:
             seconds_per_pair=self._even_experts / self._setting.model.num_moe_layers * self._ep_size / pairs,
             seconds_per_move=self._bytes_of_expert / machine.inside.bandwidth,
             seconds_per_move_across=self._bytes_of_expert / machine.across.bandwidth,
+            seconds_per_event=self._setting.event_seconds / self._repeats,
         )
 
     def _demands(self, steps: slice, layer: int, placement: ExpertPlacement, modes: Sequence[Mode]) -> Demands:
@@ -294,9 +331,11 @@ class _Group:
                 setting.cluster,
                 self._ranks,
             )
-            return lambda demands: DispatchRun(
-                np.full(len(demands.pairs), cost.seconds), np.full(len(demands.pairs), cost.wire_bytes)
-            )
+            # Forward adds up the output; backward the gradients of as many values, and of the routing weights.
+            output = model.hidden_size * setting.work.value_bytes
+            part = output / (2 * output + _FLOAT * model.top_k)
+            figures = (cost.seconds, cost.wire_bytes, part * cost.seconds, part * cost.wire_bytes)
+            return lambda demands: DispatchRun(*(np.full(len(demands.pairs), figure) for figure in figures))
         shape = WireShape(
             self._ep_size,
             model.num_experts,

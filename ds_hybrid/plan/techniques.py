@@ -45,6 +45,7 @@ class Prediction:
     Attributes:
         imbalance: the busiest rank's expert load over the mean, layer by layer; mean over steps.
         wire_bytes: that leave a rank in dispatch, per token that it owns.
+        peak_memory: bytes of the rank that needs the most.
     """
 
     choices: Choices
@@ -55,6 +56,7 @@ class Prediction:
     imbalance: float
     wire_bytes: float
     num_moves: int
+    peak_memory: float
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Row:
 
 _TECHNIQUES: tuple[tuple[str, Mapping[str, object], bool], ...] = (
     ("base: TP 4, EP 4, alltoall", {}, True),
-    ("1. TP 2 beyond 16K tokens", {"tp_size": 2}, True),
+    ("1. TP 2", {"tp_size": 2}, True),
     ("2a. two_stage dispatch", {"mode": "two_stage"}, True),
     ("2b. fp8 on the wire", {"wire_dtype": "fp8_e4m3"}, True),
     ("3. plan B: EP 8", {"ep_size": 8}, True),
@@ -133,4 +135,5 @@ def _summary(choices: Choices, outcome: Outcome) -> Prediction:
         imbalance=float(np.mean(outcome.imbalance)),
         wire_bytes=float(outcome.wire_bytes.mean()) / outcome.tokens_per_step,
         num_moves=outcome.num_moves,
+        peak_memory=outcome.peak_memory,
     )

@@ -1,4 +1,9 @@
-"""Where experts are over a run, by the files that decide it in training. Pure NumPy."""
+"""Where experts are over a run, by the rules that decide it in training. Pure NumPy.
+
+As ``engine/rebalancer.py`` does, every layer is looked at when its patience says so, proposed a placement, and measured
+after a move; what the layers would save must be worth the event. Left out: looks before their time (``threshold``), and
+that measured costs vary.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,16 @@ from ds_hybrid.placement import ExpertPlacement
 from ds_hybrid.plan.popularity import Popularity
 from ds_hybrid.rebalance.algorithms import Algorithm
 from ds_hybrid.rebalance.load import ExpertLoad
-from ds_hybrid.rebalance.policy import Costs, propose
+from ds_hybrid.rebalance.policy import (
+    Costs,
+    EventCost,
+    LayerOutlook,
+    Patience,
+    event_pays,
+    is_unconditional,
+    measured_gain,
+    propose,
+)
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -36,7 +50,7 @@ class Window:
     Attributes:
         placements: of each layer.
         num_moved, num_moved_across: experts that moved before the first step, in one group; across nodes.
-        seconds: what that took.
+        seconds: what that took, with the event around the moves.
     """
 
     first: int
@@ -47,18 +61,35 @@ class Window:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True)
+class _Watch:
+    """What is known of one layer; where its experts were before the last move, which is still to be measured."""
+
+    placement: ExpertPlacement
+    patience: Patience
+    before: ExpertPlacement | None = None
+    moved_at: int = 0
+
+
 def windows(
     popularity: Popularity, ep_size: int, policy: RebalancePolicy, costs: Costs, *, node_of_rank: Sequence[int] = ()
 ) -> Iterator[Window]:
-    """Where experts are over the run; ``costs`` are for pairs in the units of ``popularity.weights``."""
+    """Where experts are over the run.
+
+    Args:
+        costs: for pairs in the units of ``popularity.weights``. What an event takes is not known before the first one,
+            as in training.
+    """
     num_steps, num_layers, num_experts = popularity.weights.shape
-    placements = (ExpertPlacement.contiguous(num_experts, ep_size),) * num_layers
+    contiguous = ExpertPlacement.contiguous(num_experts, ep_size)
     if policy.algorithm == "static":
-        yield Window(0, num_steps, placements)
+        yield Window(0, num_steps, (contiguous,) * num_layers)
         return
     first = min(policy.first, num_steps)
     if first:
-        yield Window(0, first, placements)
+        yield Window(0, first, (contiguous,) * num_layers)
+    watches = [_Watch(contiguous, Patience(last_look=policy.first - policy.interval))] * num_layers
+    event = EventCost()
     # Layers side by side in one array: a decayed mean takes each element alone.
     load = ExpertLoad.unknown(num_layers * num_experts, half_life=policy.half_life)
     listened = 0
@@ -66,36 +97,63 @@ def windows(
         for step in range(listened, begin):
             load = load.after(popularity.weights[step].ravel())
         listened = begin
-        window = _decided(load.forecast.reshape(num_layers, num_experts), placements, policy, costs, node_of_rank)
-        placements = window.placements
-        yield replace(window, first=begin, last=min(begin + policy.interval, num_steps))
+        due = [layer for layer in range(num_layers) if watches[layer].patience.is_due(begin, interval=policy.interval)]
+        for layer in due:
+            watches[layer] = _measured(watches[layer], popularity.weights[:begin, layer], costs)
+        forecasts = load.forecast.reshape(num_layers, num_experts)
+        known = replace(costs, seconds_per_event=event.seconds)
+        moves = _moves(due, forecasts, watches, policy, known, node_of_rank)
+        outlooks = [outlook for _, outlook in moves.values()]
+        for layer in due:
+            watches[layer] = replace(watches[layer], patience=watches[layer].patience.looked(begin))
+        carry_out = event_pays(outlooks, known, horizon=policy.horizon) or is_unconditional(policy.algorithm)
+        if moves and not carry_out:
+            event = event.refused()
+            outlooks = []
+        elif moves:
+            event = event.after(costs.seconds_per_event)
+            for layer, (target, _) in moves.items():
+                watches[layer] = replace(
+                    watches[layer], placement=target, before=watches[layer].placement, moved_at=begin
+                )
+        yield Window(
+            begin,
+            min(begin + policy.interval, num_steps),
+            tuple(watch.placement for watch in watches),
+            num_moved=sum(plan.num_moved for plan in outlooks),
+            num_moved_across=sum(plan.num_moved_across for plan in outlooks),
+            seconds=sum(plan.cost_seconds for plan in outlooks) + (costs.seconds_per_event if outlooks else 0.0),
+        )
 
 
-def _decided(
+def _measured(watch: _Watch, weights: npt.NDArray[np.floating] | npt.NDArray[np.int64], costs: Costs) -> _Watch:
+    """Close the trial of the last move, if there is one; ``weights`` [S, E] are those of the steps until now."""
+    if watch.before is None:
+        return watch
+    since = weights[watch.moved_at :].mean(0, dtype=np.float64)
+    gain = measured_gain(since, watch.before, watch.placement, costs)
+    return replace(watch, patience=watch.patience.after(gain), before=None)
+
+
+def _moves(
+    due: Sequence[int],
     forecasts: FloatArray,
-    placements: Sequence[ExpertPlacement],
+    watches: Sequence[_Watch],
     policy: RebalancePolicy,
     costs: Costs,
     node_of_rank: Sequence[int],
-) -> Window:
-    after, plans = [], []
-    for forecast, current in zip(forecasts, placements, strict=True):
-        proposed, plan = propose(
+) -> dict[int, tuple[ExpertPlacement, LayerOutlook]]:
+    """Layer -> where its experts would better be, of those for which moving pays."""
+    proposals = {
+        layer: propose(
             policy.algorithm,
-            forecast,
-            current,
+            forecasts[layer],
+            watches[layer].placement,
             costs,
             horizon=policy.horizon,
             min_gain=policy.min_gain,
             node_of_rank=node_of_rank,
         )
-        after.append(proposed if plan.pays else current)
-        plans += [plan] * plan.pays
-    return Window(
-        first=0,
-        last=0,
-        placements=tuple(after),
-        num_moved=sum(plan.num_moved for plan in plans),
-        num_moved_across=sum(plan.num_moved_across for plan in plans),
-        seconds=sum(plan.cost_seconds for plan in plans),
-    )
+        for layer in due
+    }
+    return {layer: proposal for layer, proposal in proposals.items() if proposal[1].pays}

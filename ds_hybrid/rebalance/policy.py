@@ -195,6 +195,25 @@ def event_pays(outlooks: Sequence[LayerOutlook], costs: Costs, *, horizon: int) 
     return bool(paying) and saved >= SAFETY * costs.seconds_per_event
 
 
+@dataclass(frozen=True)
+class EventCost:
+    """What a rebalance takes besides its moves, as far as it is known: 0 before the first one.
+
+    One that was slow by chance must not forbid all that would follow: the figure at most doubles with an event, and
+    halves with each that is refused for it.
+    """
+
+    seconds: float = 0.0
+
+    def after(self, seconds: float) -> EventCost:
+        """After an event that took ``seconds``."""
+        return EventCost(min(seconds, 2 * self.seconds) if self.seconds else seconds)
+
+    def refused(self) -> EventCost:
+        """After an event that cost too much for what it would bring."""
+        return EventCost(self.seconds / 2)
+
+
 def measured_gain(loads_since: npt.ArrayLike, before: ExpertPlacement, after: ExpertPlacement, costs: Costs) -> float:
     """Seconds per step that a move from ``before`` to ``after`` has saved, below 0 if it has cost some.
 

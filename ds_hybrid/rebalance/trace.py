@@ -28,10 +28,12 @@ class Trace:
     Attributes:
         counts: [T, L, E] int64: (token, choice) pairs of each step, layer and expert.
         expert_parameters: parameters of one expert, if the trace tells.
+        top_k: choices of a token, if the trace tells and all its layers have as many.
     """
 
     counts: npt.NDArray[np.int64]
     expert_parameters: int | None = None
+    top_k: int | None = None
 
 
 def is_trace(text: str) -> bool:
@@ -49,7 +51,7 @@ def read_trace(path: str | Path) -> Trace:
     """
     if not Path(path).is_dir():
         arrays = _read_arrays(path)
-        return Trace(_checked(path, arrays), _expert_parameters(str(arrays.get("meta", "{}"))))
+        return _trace(_checked(path, arrays), arrays)
     parts = sorted(Path(path, PARTS_FOLDER).glob("part-*.npz"))
     if not parts:
         raise PlacementError(
@@ -57,8 +59,12 @@ def read_trace(path: str | Path) -> Trace:
             "ds_hybrid.observe.routing_trace, or give a trace's .npz file."
         )
     arrays_of_part = [_read_arrays(part) for part in parts]
-    counts = _joined(parts, arrays_of_part)
-    return Trace(counts, _expert_parameters(str(arrays_of_part[0].get("meta", "{}"))))
+    return _trace(_joined(parts, arrays_of_part), arrays_of_part[0])
+
+
+def _trace(counts: npt.NDArray[np.int64], arrays: dict[str, Any]) -> Trace:
+    meta = str(arrays.get("meta", "{}"))
+    return Trace(counts, _expert_parameters(meta), _top_k(meta))
 
 
 def _joined(parts: Sequence[Path], arrays_of_part: Sequence[dict[str, Any]]) -> npt.NDArray[np.int64]:
@@ -116,3 +122,14 @@ def _expert_parameters(meta: str) -> int | None:
         return 2 * int(settings["d"]) * int(settings["h"])
     except (ValueError, SyntaxError, KeyError, TypeError):
         return None
+
+
+def _top_k(meta: str) -> int | None:
+    """``k``, or ``top_k`` of each layer."""
+    try:
+        settings = ast.literal_eval(meta)
+        of_layers = settings["top_k"] if "top_k" in settings else settings["k"]
+        numbers = {int(number) for number in (of_layers if isinstance(of_layers, list) else [of_layers])}
+    except (ValueError, SyntaxError, KeyError, TypeError):
+        return None
+    return numbers.pop() if len(numbers) == 1 else None

@@ -180,9 +180,15 @@ def agreement(rows: list[Row]) -> Agreement:
 
 
 def rank_correlation(first: list[float], second: list[float]) -> float:
-    """Spearman's: the correlation of places in the two orders."""
-    one, other = (np.argsort(np.argsort(values)) for values in (first, second))
-    return float(np.corrcoef(one, other)[0, 1])
+    """Spearman's: the correlation of places in the two orders; equals share the mean of their places."""
+    return float(np.corrcoef(_places(first), _places(second))[0, 1])
+
+
+def _places(values: list[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    _, place, count = np.unique(values, return_inverse=True, return_counts=True)
+    mean = np.cumsum(count) - (count + 1) / 2
+    places: np.ndarray[Any, np.dtype[np.float64]] = mean[place]
+    return places
 
 
 def to_markdown(rows: list[Row], agreed: Agreement) -> str:

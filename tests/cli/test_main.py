@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -19,21 +25,13 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"ds_hybrid {ds_hybrid.__version__}\n"
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "validate",
-        "schema",
-        "doctor",
-        "export",
-        "plan",
-        "calibrate",
-        "simulate-rebalance",
-        "universal",
-        "report",
-        "trace",
-    ],
-)
+def commands() -> list[str]:
+    with pytest.raises(SystemExit), contextlib.redirect_stdout(io.StringIO()) as text:
+        main(["--help"])
+    return re.findall(r"^    ([a-z-]+) ", text.getvalue(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", commands())
 def test_every_command_shows_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as leaving:
         main([command, "--help"])
@@ -74,6 +72,32 @@ def test_wrong_usage(arguments: list[str], message: str, capsys: pytest.CaptureF
         main(arguments)
     assert leaving.value.code == 2
     assert capsys.readouterr().err.splitlines()[-1] == message
+
+
+def test_a_reader_that_has_enough_is_no_mistake(tmp_path: Path) -> None:
+    """What was to be written is written, and nothing is complained of."""
+    file = tmp_path / "mine.json"
+    plan = "plan --world-size 2 --seq-len 256 --model tiny_qwen3_moe --cluster cpu2"
+    command = f"{sys.executable} -m ds_hybrid.cli.main {plan} --write {file} | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, f"wrote {file}\n")
+    assert file.exists()
+
+
+@pytest.mark.parametrize("command", ["plan --write", "calibrate --write", "simulate --plot"])
+def test_files_that_cannot_be_written_are_told_before_the_work(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, option = command.split()
+    for path, rule in (
+        (tmp_path, "is a folder. Name a file in it"),
+        (tmp_path / "no" / "x.png", "there is no folder "),
+    ):
+        with pytest.raises(SystemExit) as leaving:
+            main([name, option, str(path)])
+        assert leaving.value.code == 2
+        assert f"argument {option}: '{path}'" in (told := capsys.readouterr().err)
+        assert rule in told
 
 
 def test_our_errors_are_printed_without_a_traceback(

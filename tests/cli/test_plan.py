@@ -1,16 +1,18 @@
-"""``ds_hybrid plan``: what it prints, what it writes, and how quickly."""
+"""``ds_hybrid plan``: what it prints, what it writes, and what it asks."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ds_hybrid.cli.main import main
+from ds_hybrid.plan import search as search_module
 
 EXAMPLE = ["plan", "--world-size", "16", "--seq-len", "32768", "--model", "qwen3_30b_a3b", "--cluster", "a100x8_ib200"]
 TINY = ["plan", "--world-size", "2", "--seq-len", "256", "--model", "tiny_qwen3_moe", "--cluster", "cpu2"]
@@ -87,16 +89,34 @@ def test_wrong_arguments(change: list[str], message: str, capsys: pytest.Capture
     assert capsys.readouterr().err.startswith(message)
 
 
-def test_a_plan_takes_less_than_two_seconds_and_no_torch() -> None:
-    """CPU time of the whole command, the best of three; the limit is that of the task, doubled for slow machines."""
+def test_a_limit_of_routing_that_is_left_out_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    change = [*EXAMPLE, "--zero-stage", "1"]
+    assert main([word.replace("qwen3_30b_a3b", "deepseek_v3").replace("32768", "4096") for word in change]) == 0
+    assert "Left out: deepseek_v3 takes a token's experts from 4 of 8 groups." in capsys.readouterr().out
+    assert main(change) == 0
+    assert "takes a token's experts from" not in capsys.readouterr().out
+
+
+def test_a_plan_needs_no_torch_and_asks_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes long is asked once for all that share it: ``validate`` about a ds_config, groups of each two sizes."""
     check = "import sys; from ds_hybrid.cli.main import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
-    seconds = []
-    for _ in range(3):
-        before = os.times()
-        subprocess.run([sys.executable, "-c", check, *EXAMPLE], check=True, capture_output=True, timeout=60)
-        after = os.times()
-        seconds.append(after.children_user + after.children_system - before.children_user - before.children_system)
-    assert min(seconds) < 4
+    subprocess.run([sys.executable, "-c", check, *EXAMPLE], check=True, capture_output=True, timeout=60)
+    asked = {name: Counter[str]() for name in ("find_problems", "plan_layout", "dispatch_cost")}
+
+    def counting(name: str, function: Any) -> Any:
+        def counted(*arguments: Any, **options: Any) -> Any:
+            asked[name][repr((arguments, options))] += 1
+            return function(*arguments, **options)
+
+        return counted
+
+    for name in asked:
+        monkeypatch.setattr(search_module, name, counting(name, getattr(search_module, name)))
+    assert main(EXAMPLE) == 0
+    for name, counts in asked.items():
+        assert counts, name
+        assert counts.most_common(1)[0][1] == 1, name
+    assert sum(asked["plan_layout"].values()) <= 5 * 5  # the sizes that divide 16 ranks
 
 
 def test_help_imports_neither_torch_nor_deepspeed() -> None:

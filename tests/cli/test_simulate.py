@@ -10,6 +10,11 @@ from pathlib import Path
 import pytest
 
 from ds_hybrid.cli.main import main
+from ds_hybrid.plan.candidate import Candidate, Workload
+from ds_hybrid.plan.machine import read_machine
+from ds_hybrid.plan.memory import memory
+from ds_hybrid.plan.model_file import read_model
+from ds_hybrid.plan.routing import read_routing
 from tests.rebalance.traces import FOLDER
 
 DRAWN = str(FOLDER / "synth_stationary.npz")
@@ -51,7 +56,32 @@ def test_text(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     assert lines[3].split("  ")[0] == " dispatch"
     assert lines[4].split()[:3] == ["two_stage", "8", "static"]
-    assert lines[4].split()[-2:] == ["0", "0.0"]
+    assert lines[4].split()[-3:-1] == ["0", "0.0"]
+    assert lines[3].split("  ")[-1] == "GB memory"
+
+
+def test_what_is_left_out_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--cluster", "h200x8_ib400", "--ranks", "1024", "--steps", "2", "--model", "deepseek_v3", "--ep", "32"]
+    lines = printed(capsys, "zipf:1.0", *options).splitlines()
+    assert lines[-1].startswith("Left out: deepseek_v3 takes a token's experts from 4 of 8 groups. Rows between hosts")
+    assert not any("Left out" in line for line in printed(capsys, *SMALL).splitlines())
+
+
+def test_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    """What does not fit is told; the figures are the planner's, under the same routing."""
+    options = [*SMALL, "--ep", "8,16", "--zero-stage", "0"]
+    lines = printed(capsys, *options).splitlines()
+    assert lines[4].endswith("!")
+    assert lines[-1] == "! does not fit: a rank has 73.6 GB. See --checkpoints, --zero-stage, --ep"
+    assert printed(capsys, *SMALL, "--checkpoints").splitlines()[-1].startswith("group; GB moved")
+    options = ["zipf:1.0", *SMALL[1:], "--ep", "8", "--attention", "eager", "--dtype", "float32", "--json"]
+    facts = json.loads(printed(capsys, *options))
+    machine, model = read_machine("a100x8_ib200"), read_model("qwen3_30b_a3b")
+    law = read_routing("zipf:1.0", model)
+    planned = memory(model, Workload(4096, 1, 4, "eager"), Candidate(16, 1, 8, 1, "two_stage"), law.demand(8)).peak
+    (run,) = facts["runs"]
+    assert run["peak_memory_bytes"] == pytest.approx(planned, rel=0.02)
+    assert run["fits"] == (run["peak_memory_bytes"] <= machine.memory_bytes)
 
 
 def test_the_articles_techniques(capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,8 +91,8 @@ def test_the_articles_techniques(capsys: pytest.CaptureFixture[str]) -> None:
     assert base["alone"] == base["together"]
     assert narrow["alone"]["choices"]["tp_size"] == 2
     assert two_stage["alone"]["wire_bytes"] < base["alone"]["wire_bytes"]
-    # Four rows for each pair, of 2 bytes a value; the first is e4m3, with a scale of 4 bytes for 128 values.
-    assert fp8["alone"]["wire_bytes"] / base["alone"]["wire_bytes"] == pytest.approx((3 + 132 / 256) / 4, rel=0.01)
+    # Six rows for each pair, of 2 bytes a value; two go there in e4m3, with a scale of 4 bytes for 128 values.
+    assert fp8["alone"]["wire_bytes"] / base["alone"]["wire_bytes"] == pytest.approx((4 + 2 * 132 / 256) / 6, rel=0.002)
     assert plan_b["together"]["choices"] | {"wire_dtype": "", "attention": ""} == {
         "tp_size": 2,
         "ep_size": 8,
@@ -75,9 +105,10 @@ def test_the_articles_techniques(capsys: pytest.CaptureFixture[str]) -> None:
     waits, hides = (row["together"]["step"] for row in rows[-2:])
     assert hides < waits
     text = printed(capsys, *SMALL, "--seq-len", "32768", "--article").splitlines()
-    assert len(text) == 3 + 10 + 2
+    assert len(text) == 3 + 10 + 3
     assert text[3].split()[6:8] == ["x", "1.000"]
-    assert text[-1] == "By the model of docs/planner.md, not measured. x: tokens per second over the base's."
+    assert text[-2].startswith("By the model of docs/planner.md, not measured. x: tokens per second over the base's;")
+    assert float(text[3].split()[-1]) == pytest.approx(base["alone"]["peak_memory"] / 1e9, abs=0.05)
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])
@@ -104,6 +135,16 @@ def test_mistakes_are_told(capsys: pytest.CaptureFixture[str]) -> None:
         (["--cluster", "a100"], "a100: neither a file nor one of the machines "),
         (["--article", "--plot", "x.png"], "--plot: draws runs, not the article's table."),
         (["--article", "--model", "deepseek_v3"], "--article: deepseek_v3 has latent attention."),
+        (["--article", "--ep", "4"], "--ep: --article has its own in each row."),
+        (["--article", "--wire-dtype", "bf16"], "--wire-dtype: --article has its own in each row."),
+        (["--article", "--checkpoints"], "--checkpoints: --article has its own in each row."),
+        (["--article", "--ranks", "12"], "--ranks 12: --article has groups of 4 and of 8 ranks."),
+        (["--tp", "8"], "--dispatch two_stage with EP 8, TP 8: TP must divide 32 heads and 4 key and value heads."),
+        (
+            ["--tp", "2", "--ep", "1"],
+            "--dispatch two_stage with EP 1, TP 2, ZeRO 1 cannot be trained: ",
+        ),
+        (["--seq-len", "1000000"], "--seq-len 1000000: qwen3_30b_a3b has max_position_embeddings 40960."),
         (["--top-k", "3"], '"zipf:1.0,drift=0.01": must be a trace\'s .npz file, or zipf:S[,drift=D]'),
     ]:
         assert main(["simulate", *SMALL, *arguments]) == 2
@@ -117,6 +158,9 @@ def test_mistakes_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--ep", "8,0"], "argument --ep: '0' must be an integer >= 1"),
         (["--dispatch", "two_stages"], "argument --dispatch: 'two_stages' must be one of alltoall, allgather, "),
+        (["--dispatch", "two_stage,two_stage"], "argument --dispatch: 'two_stage,two_stage' has 'two_stage' twice."),
+        (["--ep", "8,4,8"], "argument --ep: '8,4,8' has '8' twice. Name it once"),
+        (["--event-seconds", "inf"], "argument --event-seconds: 'inf' must be a number of seconds from 0 on"),
         (["--rebalance", "best"], "argument --rebalance: 'best' must be one of swap, lpt_swap, "),
     ],
 )

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from scipy.stats import spearmanr
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "launch" / "bench"))
 layouts = pytest.importorskip("layouts")
@@ -23,6 +24,13 @@ def test_rank_correlation_by_hand() -> None:
     assert layouts.rank_correlation([1, 2, 3, 4], [10, 20, 30, 40]) == pytest.approx(1)
     assert layouts.rank_correlation([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1)
     assert layouts.rank_correlation([1, 2, 3, 4], [2, 1, 3, 4]) == pytest.approx(1 - 6 * 2 / (4 * 15))
+
+
+def test_equal_predictions_share_their_places() -> None:
+    """No order between them counts as right; against scipy's."""
+    first, second = [3.0, 3.0, 1.0, 3.0, 7.0], [2.0, 9.0, 4.0, 4.0, 5.0]
+    assert layouts.rank_correlation(first, second) == pytest.approx(spearmanr(first, second).statistic)
+    assert layouts.rank_correlation([1, 1, 2], [5, 6, 7]) == layouts.rank_correlation([1, 1, 2], [6, 5, 7])
 
 
 def test_the_table_is_in_the_predicted_order() -> None:

@@ -73,3 +73,32 @@ def test_all_problems_of_a_table_come_at_once(tmp_path: Path) -> None:
     problems = "\n".join(raised.value.problems)
     for part in ("memory_bytes (", "matmul_efficiency.value = 1.5", "link_kind = ", "ranks (", "seconds.source ("):
         assert part in problems, part
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        ({"value": True, "source": "me"}, "matmul_flops.value = true"),
+        ({"value": float("inf"), "source": "me"}, "matmul_flops.value = "),
+        ({"value": float("nan"), "source": "me"}, "matmul_flops.value = "),
+        ({"value": "fast", "source": "me"}, 'matmul_flops.value = "fast"'),
+        ({"value": 0, "source": "me"}, "matmul_flops.value = 0"),
+        ({"value": 3e14, "source": ""}, 'matmul_flops.source = ""'),
+    ],
+)
+def test_what_is_no_number_with_a_source(number: dict[str, object], message: str, tmp_path: Path) -> None:
+    table, _ = read_table("machines", "a100x8_ib200")
+    file = tmp_path / "mine.yaml"
+    file.write_text(yaml.safe_dump(table | {"matmul_flops": number}))
+    with pytest.raises(ConfigError) as raised:
+        read_machine(str(file))
+    assert len(raised.value.problems) == 1
+    assert raised.value.problems[0].startswith(message)
+
+
+def test_every_way_to_write_a_number(tmp_path: Path) -> None:
+    table, _ = read_table("machines", "a100x8_ib200")
+    file = tmp_path / "mine.yaml"
+    for value in (2 * 10**14, "2e14"):  # YAML takes the second, without a point, for text
+        file.write_text(yaml.safe_dump(table | {"matmul_flops": {"value": value, "source": "me"}}))
+        assert read_machine(str(file)).matmul_flops == pytest.approx(2e14 * 0.55)

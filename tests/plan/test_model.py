@@ -26,10 +26,9 @@ def test_parameters_agree_with_the_published_ones(name: str) -> None:
     assert published is not None
     assert published.source
     assert shape.num_parameters == pytest.approx(published.total, rel=0.005)
-    # DeepSeek leaves embeddings out of what it calls active, others leave nothing out; all round to two digits.
-    embedding = shape.vocab_size * shape.hidden_size
-    errors = [abs(shape.num_active_parameters - n * embedding - published.active) / published.active for n in range(3)]
-    assert min(errors) < 0.03
+    left_out = published.embeddings_left_out * shape.vocab_size * shape.hidden_size
+    # Published to two digits.
+    assert shape.num_active_parameters - left_out == pytest.approx(published.active, rel=0.025)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -101,6 +100,15 @@ def test_latent_attention_without_a_latent_query() -> None:
     attention = LatentAttention(2, None, kv_rank=3, plain_dim=4, rotary_dim=1, value_dim=2)
     assert attention.num_sharded(8) == 2 * (8 * 5 + 3 * (4 + 2) + 2 * 8)
     assert attention.num_whole_matrices(8) == 8 * (3 + 1)
+
+
+def test_routing_that_is_limited_to_groups() -> None:
+    assert read_model("deepseek_v3").routing_groups == (4, 8)
+    assert read_model("deepseek_v2_lite").routing_groups is None
+    config = read_table("models", "deepseek_v3")[0]["config"]
+    assert model_from_config(config | {"topk_group": 8}, label="all", file="x").routing_groups is None
+    with pytest.raises(ConfigError, match=r"n_group = 0 \(x\): must be an integer >= 1"):
+        model_from_config(config | {"n_group": 0}, label="none", file="x")
 
 
 def test_plain_layers_of_qwen_are_counted() -> None:

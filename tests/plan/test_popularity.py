@@ -33,6 +33,17 @@ def test_a_trace_is_its_counts() -> None:
     assert len(read_popularity(str(FOLDER / "e32k2_aux1e-2.npz"), QWEN, num_steps=None, top_k=2).weights) == 1148
 
 
+def test_a_trace_tells_how_many_experts_a_token_takes(tmp_path: Path) -> None:
+    path = str(FOLDER / "e32k2_aux1e-2.npz")
+    run = read_popularity(path, QWEN, num_steps=3)
+    assert run.top_k == 2
+    assert run.inclusion(0, 3, 0).sum(1) == pytest.approx([2] * 3)
+    counts = np.ones((3, 2, 128), dtype=np.int64)
+    for meta, top_k in (({}, 8), ({"top_k": [4, 4]}, 4), ({"top_k": [4, 2]}, 8), ({"k": "many"}, 8)):
+        np.savez(tmp_path / "trace.npz", counts=counts, meta=np.array(repr(meta)))
+        assert read_popularity(str(tmp_path / "trace.npz"), QWEN, num_steps=None).top_k == top_k
+
+
 def test_drift_renews_what_it_says() -> None:
     """Scores after n steps correlate by (1 - D) ** (n / 2); places by 6 / pi * asin of half of it (Pearson, 1907)."""
     run = read_popularity("zipf:1.0,drift=0.02", QWEN, num_steps=101)
@@ -53,8 +64,11 @@ def test_drift_renews_what_it_says() -> None:
         ("zipf:1.0,drifts=0.1", {}, r"after the comma must be drift=D"),
         ("uniform", {}, r"must be a trace's .npz file, or zipf:S\[,drift=D\]"),
         ("zipf:1.0", {"top_k": 3}, r"--top-k is for traces alone"),
-        ("zipf:high", {}, "the exponent must be a number"),
-        ("e32k2_noaux.npz", {}, r"more than one choice of 8 of every token. Give the --top-k of the run"),
+        ("zipf:high", {}, '^"zipf:high": the exponent must be a number'),
+        ("zipf:1.0,", {}, r"after the comma must be drift=D"),
+        ("e32k2_noaux.npz", {"top_k": 4}, r"--top-k 4: .* was recorded with 2. Leave it out"),
+        ("synth_switch.npz", {}, r"does not tell how many of its 64 experts a token takes, and qwen3_30b_a3b has 128"),
+        ("synth_switch.npz", {"top_k": 40}, r"more than one choice of 40 of every token. Give the --top-k of the run"),
         ("synth_stationary.npz", {"num_steps": 1300}, "--steps 1300: .* has 1200. Leave it out, or give fewer."),
     ],
 )

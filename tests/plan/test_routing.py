@@ -76,6 +76,12 @@ def test_a_trace_gives_its_own_shares(tmp_path: Path) -> None:
         read_routing(str(tmp_path / "trace.npz"), QWEN)
 
 
+def test_a_trace_of_another_number_of_choices_is_refused(tmp_path: Path) -> None:
+    np.savez(tmp_path / "trace.npz", counts=np.ones((4, 2, 8), dtype=np.int64), meta=np.array("{'top_k': [4, 4]}"))
+    with pytest.raises(ConfigError, match="a trace of 4 choices of a token, but mixtral_8x7b has 2"):
+        read_routing(str(tmp_path / "trace.npz"), MIXTRAL)
+
+
 @pytest.mark.parametrize("text", ["zipf", "zipf:x", "zipf:-1", "zipf:nan", "even"])
 def test_wrong_laws(text: str) -> None:
     with pytest.raises(ConfigError, match="--routing"):

@@ -37,6 +37,24 @@ def test_rows_are_runs() -> None:
     assert plan_b.alone.tokens_per_second == outcome.tokens_per_second
 
 
+def test_rows_beside_the_sum_are_runs_too() -> None:
+    """Plan A by replicated tokens, and both ways to move experts: each alone on the base."""
+    plan_a, round_robin, swap = techniques(SETTING, RUN, POLICY)[5:8]
+    assert (plan_a.together, round_robin.together) == (None, None)
+    base = replace(SETTING, tp_size=4, checkpoints=True)
+    for row, mode, algorithm in (
+        (plan_a, "replicated", "static"),
+        (round_robin, "alltoall", "article_round_robin"),
+        (swap, "alltoall", "swap"),
+    ):
+        policy = replace(POLICY, algorithm=algorithm)
+        (outcome,) = simulate(base, RUN, modes=[mode], ep_sizes=[4], policies=[policy])  # type: ignore[list-item]
+        assert row.alone.tokens_per_second == outcome.tokens_per_second, row.technique
+        assert row.alone.num_moves == outcome.num_moves
+        assert (outcome.num_moves > 0) == (algorithm != "static")
+        assert row.alone.peak_memory == outcome.peak_memory
+
+
 def test_what_must_hold_of_any_of_them() -> None:
     rows = {row.technique[:2]: row for row in techniques(SETTING, RUN, POLICY)}
     base, two_stage, fp8 = rows["ba"].alone, rows["2a"].alone, rows["2b"].alone

@@ -130,7 +130,7 @@ class HybridConfig(_Section):
     attention: AttentionConfig = AttentionConfig()
     observe: ObserveConfig = ObserveConfig()
     plan: dict[str, Any] | None = Field(
-        default=None, description="What the planner wrote down about its choice; not read."
+        default=None, description="What the planner wrote down about its choice. launch/train.py reads plan.needs."
     )
 
 

@@ -29,9 +29,9 @@ from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.utils import set_log_level_from_string
 from models import TINY_MODELS, build_model, model_config
 from numpy.typing import NDArray
+from savings import Savings, asked_by_plan
 from text import Corpus, Shard, Windows, held_out_batches, read_corpus, train_batch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import PretrainedConfig
 
@@ -54,6 +54,8 @@ class Options:
     eval_interval: int
     eval_batches: int
     seed: int
+    activation_checkpoints: bool | None
+    loss_chunk: int | None
     save: Path | None
     resume: Path | None
     log_file: Path | None
@@ -110,6 +112,17 @@ def parse_options(arguments: list[str] | None = None) -> Options:
     parser.add_argument("--eval-interval", type=_positive, default=100, help="steps between evaluations (%(default)s)")
     parser.add_argument("--eval-batches", type=_positive, default=8, help="held-out batches of a rank (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the order of the text (%(default)s)")
+    parser.add_argument(
+        "--activation-checkpoints",
+        action=argparse.BooleanOptionalAction,
+        help="compute layers again in backward instead of keeping what is inside them (as the ds_config's plan asks)",
+    )
+    parser.add_argument(
+        "--loss-chunk",
+        type=_natural,
+        metavar="N",
+        help="logits of N tokens at a time, computed again in backward; 0: all at once (as the ds_config's plan asks)",
+    )
     parser.add_argument("--save", type=Path, metavar="DIR", help="write a checkpoint there at the end")
     parser.add_argument("--resume", type=Path, metavar="DIR", help="go on from the latest checkpoint there")
     parser.add_argument("--log-file", type=Path, metavar="FILE", help="append one JSON line a step")
@@ -145,18 +158,23 @@ def silence_libraries() -> None:
     """What DeepSpeed and torch tell each other's developers, on every rank, would bury the few lines that matter."""
     set_log_level_from_string("error")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    # transformers 5.24 has a new name beside it, which 5.8 does not have.
+    warnings.filterwarnings("ignore", category=FutureWarning, message="`gradient_checkpointing_enable`")
 
 
 def run(options: Options) -> None:
     """Trains, evaluates, reports and saves. Raises ``HybridError`` for what a user can put right."""
-    corpus, model_shape = read_inputs(options)
+    corpus, model_shape, savings = read_inputs(options)
     model = build_model(model_shape, options.seed)
+    savings.apply(model)
     config = ds_config(options)
     engine, *_ = ds_hybrid.initialize(model=model, model_parameters=model.parameters(), config=config)
     first_step = 0 if options.resume is None else load_checkpoint(engine, options)
     data = share_out(engine, corpus, options)
 
     is_rank_0 = dist.get_rank() == 0
+    if is_rank_0 and savings.words:
+        print(f"saving memory        {', '.join(savings.words)}", flush=True)
     first_loss = evaluate(engine, data).loss
     num_tokens, seconds = 0, 0.0
     with (
@@ -190,13 +208,17 @@ def ds_config(options: Options) -> str | dict[str, Any]:
     return document | {"ds_hybrid": section | {"observe": observe}}
 
 
-def read_inputs(options: Options) -> tuple[Corpus, PretrainedConfig]:
-    """The text and the model's config. Raises ``ConfigError`` on every rank when any rank, on any host, cannot.
+def read_inputs(options: Options) -> tuple[Corpus, PretrainedConfig, Savings]:
+    """The text, the model's config and how memory is saved.
+
+    Raises ``ConfigError`` on every rank when any rank, on any host, cannot read them.
 
     Hosts must read the same text: their shards are disjoint only then.
     """
     problem, digest = None, 0
     try:
+        asked = asked_by_plan(read_document(options.deepspeed_config), options.deepspeed_config)
+        savings = asked.with_changes(checkpoints=options.activation_checkpoints, loss_chunk=options.loss_chunk)
         config = model_config(options.model, options.seq_len)
         corpus = read_corpus(options.text)
         digest = zlib.crc32(corpus.train.tobytes())
@@ -209,7 +231,7 @@ def read_inputs(options: Options) -> tuple[Corpus, PretrainedConfig]:
             raise ConfigError(problem)
     if len(set(reports)) > 1:
         raise ConfigError(f"--text {options.text}: not the same text on every host. Copy one folder to all of them.")
-    return corpus, config
+    return corpus, config, savings
 
 
 def load_checkpoint(engine: Any, options: Options) -> int:
@@ -295,9 +317,9 @@ def forward(engine: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | 
     the router keeps the experts evenly busy (0 for a model that has no such loss, or has it off).
     """
     inputs = {key: batch[key] for key in ("input_ids", "position_ids", "attention_mask") if key in batch}
-    outputs = engine(**inputs, use_cache=False)
-    targets = batch["shift_labels"].flatten()
-    losses = cross_entropy(outputs.logits.float().flatten(0, 1), targets, ignore_index=IGNORED, reduction="none")
+    with engine.module.get_output_embeddings().knowing(batch["shift_labels"]):
+        outputs = engine(**inputs, use_cache=False)
+    losses = outputs.logits.flatten()
     if engine.sequence_parallel is not None:
         return losses, engine.sequence_parallel.balance_loss(outputs, batch)
     balance_loss = getattr(outputs, "aux_loss", None)
@@ -338,6 +360,12 @@ def summary(first_loss: float, last: Evaluation, tokens_per_second: float) -> st
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return int(text)
+
+
+def _natural(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 0")
     return int(text)
 
 

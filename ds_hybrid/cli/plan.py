@@ -13,7 +13,7 @@ from ds_hybrid.plan.candidate import Workload
 from ds_hybrid.plan.ds_config import to_ds_config
 from ds_hybrid.plan.machine import read_machine
 from ds_hybrid.plan.model_file import read_model
-from ds_hybrid.plan.report import Comparison, inputs, predicted, to_json, to_text
+from ds_hybrid.plan.report import Comparison, header, to_json, to_text
 from ds_hybrid.plan.routing import read_routing
 from ds_hybrid.plan.search import Estimate, Request, best_of_sizes, search
 from ds_hybrid.topology.hostfile import read_hostfile
@@ -118,8 +118,7 @@ def _comparison(request: Request) -> Comparison:
 
 
 def _write(path: Path, request: Request, best: Estimate) -> None:
-    header = {"inputs": inputs(request), "predicted": predicted(request, best)}
-    document = to_ds_config(request.model, request.work, best.candidate, header)
+    document = to_ds_config(request.model, request.work, best.candidate, header(request, best))
     if (path.parent / "ds_hybrid.schema.json").exists():
         document = {"$schema": "./ds_hybrid.schema.json", **document}
     check(

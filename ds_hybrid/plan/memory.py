@@ -23,24 +23,28 @@ class Memory:
     Attributes:
         activations: what autograd keeps of all layers until backward; with checkpoints the layers' inputs.
         logits: of the loss and its backward.
-        buffers: the working set of one layer, and with ZeRO 3 its gathered parameters.
+        layer: the working set of one layer in its backward; with checkpoints what it keeps when computed again, too.
+        gathered: with ZeRO 3 the parameters of the layers at work.
     """
 
     states: States
     activations: float
     logits: float
-    buffers: float
+    layer: float
+    gathered: float
 
     @property
     def peak(self) -> float:
-        """The most at one time.
+        """The most at one time: in the loss, in the backward of the last layer or of the first, or in the step.
 
         While a backward goes on, gradients grow as activations shrink, so their sum is largest at one of its ends.
         """
-        fixed = self.states.weights + self.states.optimizer + self.states.buffers + self.buffers
-        at_loss = self.activations + self.logits
-        at_end = max(self.states.gradients + self.states.reduction, self.states.step)
-        return fixed + max(at_loss, at_end)
+        states = self.states
+        in_loss = self.activations + self.logits
+        in_last_layer = self.activations + self.layer
+        in_first_layer = self.layer + states.gradients + states.reduction
+        in_backward = self.gathered + max(in_loss, in_last_layer, in_first_layer)
+        return states.weights + states.optimizer + states.buffers + max(in_backward, states.step)
 
 
 def memory(model: ModelShape, work: Workload, candidate: Candidate, demand: RankDemand) -> Memory:
@@ -59,7 +63,8 @@ def memory(model: ModelShape, work: Workload, candidate: Candidate, demand: Rank
         states=states(model, candidate, value_bytes=work.value_bytes),
         activations=kept + embedded,
         logits=_logits(model, work, candidate),
-        buffers=working + _gathered_layer(model, work, candidate),
+        layer=working,
+        gathered=_gathered_layer(model, work, candidate),
     )
 
 
@@ -155,9 +160,9 @@ def _norm(width: int, work: Workload) -> float:
 
 
 def _logits(model: ModelShape, work: Workload, candidate: Candidate) -> float:
-    """Logits, their logarithm of softmax in float32, and two gradients of that; a float32 copy is gone by then."""
+    """In float32 their logarithm of softmax and two gradients; launch/train.py lets go of the logits themselves."""
     num_tokens = min(work.num_tokens, LOSS_CHUNK) if candidate.chunked_loss else work.num_tokens
-    return float(num_tokens * model.vocab_size * (work.value_bytes + 3 * _FLOAT))
+    return float(num_tokens * model.vocab_size * 3 * _FLOAT)
 
 
 def _gathered_layer(model: ModelShape, work: Workload, candidate: Candidate) -> float:

@@ -20,8 +20,8 @@ NOTES = (
     "Sequence parallelism is left out: the planner does not weigh ds_hybrid.attention.kv_gather yet.",
 )
 SCRIPT_NOTE = (
-    'What "asks for" names is the training script\'s to do and no key of a ds_config: checkpoints = '
-    f"model.gradient_checkpointing_enable(), loss = logits of {LOSS_CHUNK} tokens at a time."
+    'What "asks for" names is the training script\'s to do: checkpoints = model.gradient_checkpointing_enable(), '
+    f"loss = logits of {LOSS_CHUNK} tokens at a time. launch/train.py does it where a file of --write asks for it."
 )
 
 
@@ -36,6 +36,17 @@ class Comparison:
 def needs(candidate: Candidate) -> list[str]:
     """What a candidate asks of the training script."""
     return ["checkpoints"] * candidate.checkpoints + ["loss in chunks"] * candidate.chunked_loss
+
+
+def header(request: Request, estimate: Estimate) -> dict[str, Any]:
+    """What goes under ``ds_hybrid.plan``: ``needs`` is what launch/train.py does beside the ds_config."""
+    candidate = estimate.candidate
+    loss_chunk = LOSS_CHUNK if candidate.chunked_loss else 0
+    return {
+        "needs": {"activation_checkpoints": candidate.checkpoints, "loss_chunk": loss_chunk},
+        "inputs": inputs(request),
+        "predicted": predicted(request, estimate),
+    }
 
 
 def reason(estimate: Estimate) -> str:
@@ -200,7 +211,7 @@ def _notes(request: Request, findings: Findings) -> Iterator[str]:
                 "gradients": states.gradients + states.buffers,
                 "activations": best.activations,
                 "logits": best.logits,
-                "buffers": best.buffers,
+                "one layer": best.layer + best.gathered,
             }
             yield (
                 f"Nothing fits. The least is {_gb(best.peak)} GB of {_gb(request.machine.memory_bytes)}: "

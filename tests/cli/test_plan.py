@@ -50,6 +50,8 @@ def test_what_it_writes_is_what_validate_accepts(tmp_path: Path, capsys: pytest.
     assert main([*EXAMPLE, "--write", str(file)]) == 0
     assert main(["validate", str(file), "--world-size", "16", "--num-experts", "128"]) == 0
     header = json.loads(file.read_text())["ds_hybrid"]["plan"]
+    assert header["needs"] == {"activation_checkpoints": True, "loss_chunk": 2048}
+    assert header["predicted"]["needs"] == ["checkpoints", "loss in chunks"]
     assert header["inputs"]["cluster"] == "a100x8_ib200"
     assert header["predicted"]["tokens_per_second"] > 0
     assert capsys.readouterr().err == f"wrote {file}\n"

@@ -39,7 +39,7 @@ def test_a_loss_in_chunks_has_the_logits_of_a_chunk() -> None:
     whole = memory(QWEN, WORK, BASE, demand).logits
     chunked = memory(QWEN, WORK, replace(BASE, chunked_loss=True), demand).logits
     assert chunked / whole == LOSS_CHUNK / 4096
-    assert whole == 4096 * 151936 * (2 + 3 * 4)
+    assert whole == 4096 * 151936 * 3 * 4
 
 
 def test_skew_costs_memory_where_experts_are_on_several_ranks() -> None:
@@ -52,13 +52,28 @@ def test_alltoall_keeps_the_rows_that_come_back() -> None:
     demand = read_routing("uniform", QWEN).demand(8)
     ours, theirs = (memory(QWEN, WORK, replace(BASE, mode=mode), demand) for mode in ("two_stage", "alltoall"))
     assert theirs.activations - ours.activations > 48 * 4096 * 8 * 2048 * 2
-    assert theirs.buffers > ours.buffers
+    assert theirs.layer > ours.layer
 
 
 def test_the_peak_is_at_one_end_of_the_backward() -> None:
-    """Long sequences are held up by activations and logits, short ones by gradients."""
+    """Long sequences are held up by activations and logits, short ones by gradients, a small vocabulary by a layer."""
     demand = read_routing("uniform", QWEN).demand(8)
-    long, short = (memory(QWEN, Workload(length), BASE, demand) for length in (8192, 16))
-    fixed = [of.states.weights + of.states.optimizer + of.buffers for of in (long, short)]
-    assert long.peak - fixed[0] == pytest.approx(long.activations + long.logits)
-    assert short.peak - fixed[1] == pytest.approx(short.states.gradients + short.states.reduction)
+    few_words = replace(QWEN, vocab_size=256)
+    long, short, plain = (
+        memory(model, Workload(length), BASE, demand) for model, length in ((QWEN, 8192), (QWEN, 16), (few_words, 8192))
+    )
+    rest = [of.peak - of.states.weights - of.states.optimizer for of in (long, short, plain)]
+    assert rest[0] == pytest.approx(long.activations + long.logits)
+    assert rest[1] == pytest.approx(short.layer + short.states.gradients + short.states.reduction)
+    assert rest[2] == pytest.approx(plain.activations + plain.layer)
+
+
+def test_what_zero_3_gathers_is_there_in_backward_but_not_in_the_step() -> None:
+    demand = read_routing("uniform", QWEN).demand(8)
+    whole = memory(QWEN, Workload(8192), replace(BASE, zero_stage=3), demand)
+    states = whole.states
+    in_backward = states.weights + states.optimizer + states.buffers + whole.activations + whole.logits + whole.gathered
+    assert whole.gathered > 1e9
+    assert whole.peak == pytest.approx(in_backward)
+    idle = replace(whole, activations=0.0, logits=0.0, layer=0.0, gathered=0.0)
+    assert idle.peak == pytest.approx(states.weights + states.optimizer + states.buffers + states.step)

@@ -49,6 +49,12 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "--micro-batch", type=count, default=1, metavar="B", help="sequences of a forward (%(default)s)"
     )
     parser.add_argument(
+        "--global-batch",
+        type=count,
+        metavar="N",
+        help="sequences of a step, of all ranks (a micro-batch for each rank)",
+    )
+    parser.add_argument(
         "--zero-stage", type=int, choices=range(4), metavar="STAGE", help="look at this stage alone; default: 0 to 3"
     )
     parser.add_argument(
@@ -78,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
         _write(arguments.write, request, findings.fitting[0])
         print(f"wrote {arguments.write}", file=sys.stderr)
     if arguments.json:
-        print(json.dumps(to_json(request, findings, comparison), indent=2))
+        print(json.dumps(to_json(request, findings, comparison), indent=2, allow_nan=False))
     else:
         print(to_text(request, findings, comparison))
     if arguments.write is not None and not findings.fitting:
@@ -108,7 +114,8 @@ def _request(arguments: argparse.Namespace) -> Request:
         arguments.seq_len, arguments.micro_batch, 2 if arguments.dtype == "bf16" else 4, arguments.attention
     )
     stages = (0, 1, 2, 3) if arguments.zero_stage is None else (arguments.zero_stage,)
-    return Request(model, work, machine, cluster, read_routing(arguments.routing, model), stages)
+    law = read_routing(arguments.routing, model)
+    return Request(model, work, machine, cluster, law, stages, arguments.global_batch)
 
 
 def _comparison(request: Request) -> Comparison:
@@ -128,4 +135,4 @@ def _write(path: Path, request: Request, best: Estimate) -> None:
         num_experts=request.model.num_experts,
         allow_auto=False,
     )
-    path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")

@@ -46,9 +46,12 @@ _EXAMPLES: Final[Mapping[str, Any]] = MappingProxyType(
 """Values to show. A key that is not here shows another value than its default, or its default."""
 
 _BESIDE: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
-    {"attention.kv_gather": MappingProxyType({"sequence_parallel_size": 2})}
+    {
+        "attention.kv_gather": MappingProxyType({"sequence_parallel_size": 2}),
+        "observe.routing_trace": MappingProxyType({"ds_hybrid.observe.directory": "runs/1"}),
+    }
 )
-"""Keys of DeepSpeed that an example needs."""
+"""Other keys that an example needs, by their path in the file."""
 
 _INTRODUCTION = """\
 # Every key of the "ds_hybrid" section
@@ -110,9 +113,14 @@ def _example(path: str, field: FieldInfo) -> dict[str, Any]:
     works = config.NOT_YET.get(f"ds_hybrid.{path}")
     if works and value not in works:
         value, beside = works[0], {}
-    for key in reversed(path.split(".")):
-        value = {key: value}
-    return {**beside, "ds_hybrid": value}
+    document: dict[str, Any] = {}
+    for place, setting in {**beside, f"ds_hybrid.{path}": value}.items():
+        *sections, key = place.split(".")
+        inner = document
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[key] = setting
+    return document
 
 
 def _deepspeed_keys() -> Iterator[str]:

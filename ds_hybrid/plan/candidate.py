@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ds_hybrid.dispatch.modes import Mode
@@ -15,7 +15,7 @@ LOSS_CHUNK = 2048
 
 @dataclass(frozen=True)
 class Workload:
-    """One micro-batch of one tensor-parallel group.
+    """One micro-batch of the ranks that share one: a tensor-parallel or sequence-parallel group.
 
     Attributes:
         value_bytes: of a weight, an activation and a value on the wire: 2 in bf16, 4 in float32.
@@ -43,6 +43,8 @@ class Candidate:
         mode: the dispatcher of all layers.
         checkpoints: layers keep only their input and are computed again in backward.
         chunked_loss: logits exist for ``LOSS_CHUNK`` tokens at a time, and are computed again in backward.
+        sp_size: sequence_parallel_size, ranks that share out each sequence and gather keys and values; 1 is without.
+        micro_batches: gradient_accumulation_steps.
     """
 
     world_size: int
@@ -52,6 +54,8 @@ class Candidate:
     mode: Mode
     checkpoints: bool = False
     chunked_loss: bool = False
+    sp_size: int = 1
+    micro_batches: int = 1
 
     @property
     def dp_size(self) -> int:
@@ -64,9 +68,21 @@ class Candidate:
         return self.world_size // self.ep_size
 
     @property
+    def num_sharing(self) -> int:
+        """Ranks that work on one micro-batch."""
+        return self.tp_size * self.sp_size
+
+    @property
     def sizes(self) -> str:
-        return f"TP {self.tp_size}, EP {self.ep_size}, ZeRO {self.zero_stage}"
+        shared = f"SP {self.sp_size}, " if self.sp_size > 1 else ""
+        return f"TP {self.tp_size}, {shared}EP {self.ep_size}, ZeRO {self.zero_stage}"
+
+    def part_of(self, work: Workload) -> Workload:
+        """What of a micro-batch a rank has where sequences are shared out; attention by blocks keeps no scores then."""
+        if self.sp_size == 1:
+            return work
+        return replace(work, seq_len=-(-work.seq_len // self.sp_size), attention="fused")
 
     def tokens_dispatched(self, num_tokens: int) -> float:
-        """Of the tokens of a tensor-parallel group, how many one rank takes through a dispatcher."""
+        """Of the tokens that a rank has, how many it dispatches: with TP all ranks of a group have the same."""
         return num_tokens if self.mode == "replicated" else num_tokens / self.tp_size

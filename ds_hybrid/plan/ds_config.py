@@ -30,13 +30,15 @@ def to_ds_config(
     """
     section = HybridConfig().model_dump(mode="json")
     section["dispatch"]["mode"] = candidate.mode
+    if candidate.sp_size > 1:
+        section["attention"]["kv_gather"] = "auto"
     section["plan"] = dict(header) if header is not None else None
     zero: dict[str, Any] = {"stage": candidate.zero_stage}
     if candidate.zero_stage:
         zero["reduce_bucket_size"] = reduce_bucket_size(model, candidate)
     return {
         "train_micro_batch_size_per_gpu": work.micro_batch,
-        "gradient_accumulation_steps": 1,
+        "gradient_accumulation_steps": candidate.micro_batches,
         "gradient_clipping": 1.0,
         "steps_per_print": 100000,
         "optimizer": {
@@ -50,6 +52,7 @@ def to_ds_config(
         "bf16": {"enabled": work.value_bytes == 2},
         "zero_optimization": zero,
         **_tensor_parallel(candidate),
+        **({"sequence_parallel_size": candidate.sp_size} if candidate.sp_size > 1 else {}),
         "expert_parallel": {"enabled": True, "autoep_size": candidate.ep_size},
         "ds_hybrid": section,
     }

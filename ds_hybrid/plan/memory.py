@@ -47,31 +47,48 @@ class Memory:
         return states.weights + states.optimizer + states.buffers + max(in_backward, states.step)
 
 
-def memory(model: ModelShape, work: Workload, candidate: Candidate, demand: RankDemand) -> Memory:
-    """Of a candidate; ``demand`` is that of its expert-parallel groups."""
+def memory(model: ModelShape, work: Workload, candidate: Candidate, demand: RankDemand, *, held: float = 0.0) -> Memory:
+    """Of a candidate; ``demand`` is that of its expert-parallel groups.
+
+    Args:
+        held: keys, values and gradients of other ranks in a layer whose ranks share out sequences.
+    """
+    work = candidate.part_of(work)
     saved_by_layer = _plain_layer(model, work, candidate)
-    moe = _moe_layer(model, work, candidate, demand, load=demand.load_of_model_p99)
     worst_moe = _moe_layer(model, work, candidate, demand, load=demand.load_p99)
-    working = _dispatch_working_set(model, work, candidate, demand)
-    embedded = work.num_tokens * (_norm(model.hidden_size, work) + 2 * _INDEX)
+    working = held + _dispatch_working_set(model, work, candidate, demand)
     if candidate.checkpoints:
-        kept = float(work.num_tokens * model.num_layers * model.hidden_size * work.value_bytes)
+        inputs = work.num_tokens * model.num_layers * model.hidden_size * work.value_bytes
+        kept = inputs + _embedded(model, work)
         working += max(worst_moe, saved_by_layer if model.num_dense_layers else 0)
     else:
-        kept = model.num_dense_layers * saved_by_layer + model.num_moe_layers * moe
+        kept = kept_by_layers(model, work, candidate, demand, load=demand.load_of_model_p99)
     return Memory(
         states=states(model, candidate, value_bytes=work.value_bytes),
-        activations=kept + embedded,
+        activations=kept,
         logits=_logits(model, work, candidate),
         layer=working,
         gathered=_gathered_layer(model, work, candidate),
     )
 
 
+def kept_by_layers(
+    model: ModelShape, part: Workload, candidate: Candidate, demand: RankDemand, *, load: float
+) -> float:
+    """What autograd keeps of all layers without checkpoints; ``part`` is the rank's, ``load`` that of its experts."""
+    plain = model.num_dense_layers * _plain_layer(model, part, candidate)
+    moe = model.num_moe_layers * _moe_layer(model, part, candidate, demand, load=load)
+    return plain + moe + _embedded(model, part)
+
+
 def saved_activations(model: ModelShape, work: Workload, candidate: Candidate, demand: RankDemand) -> float:
     """What autograd keeps after a forward of the whole model with its loss: activations, and what the loss keeps."""
-    of_loss = _FLOAT * model.vocab_size * work.num_tokens
+    of_loss = _FLOAT * model.vocab_size * candidate.part_of(work).num_tokens
     return memory(model, work, candidate, demand).activations + of_loss
+
+
+def _embedded(model: ModelShape, work: Workload) -> float:
+    return work.num_tokens * (_norm(model.hidden_size, work) + 2 * _INDEX)
 
 
 def _plain_layer(model: ModelShape, work: Workload, candidate: Candidate) -> float:

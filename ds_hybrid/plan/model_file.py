@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,8 @@ def read_model(name: str) -> ModelShape:
     """
     table, file = read_table("models", name)
     config = table.get("config", table)
+    if not isinstance(config, Mapping):
+        raise ConfigError(Problem("config", "must hold the keys of a Hugging Face config.json.", config).line(file))
     label = name if file != name and not Path(name).exists() else str(config.get("_name_or_path") or Path(name).stem)
     return model_from_config(config, label=label, file=file)
 
@@ -60,14 +62,30 @@ def model_from_config(config: Mapping[str, Any], *, label: str, file: str) -> Mo
     shape = _latent_model(keys, config, label) if model_type in _LATENT else _grouped_model(keys, config, label)
     if keys.problems:
         raise ConfigError(*(problem.line(file) for problem in keys.problems))
-    if shape.top_k > shape.num_experts:
-        rule = f"must be at most the number of experts, {shape.num_experts}."
-        raise ConfigError(Problem("num_experts_per_tok", rule, shape.top_k).line(file))
+    problems = list(_contradictions(shape, config))
+    if problems:
+        raise ConfigError(*(problem.line(file) for problem in problems))
     return shape
 
 
+def _contradictions(shape: ModelShape, config: Mapping[str, Any]) -> Iterator[Problem]:
+    if shape.top_k > shape.num_experts:
+        rule = f"must be at most the number of experts, {shape.num_experts}."
+        yield Problem("num_experts_per_tok", rule, shape.top_k)
+    attention = shape.attention
+    if attention.num_heads % attention.num_kv_heads:
+        rule = f"must divide num_attention_heads {attention.num_heads}."
+        yield Problem("num_key_value_heads", rule, attention.num_kv_heads)
+    if config.get("moe_layer_freq", 1) != 1:
+        yield Problem("moe_layer_freq", "the planner knows 1 alone.", config["moe_layer_freq"])
+    if shape.num_dense_layers >= shape.num_layers:
+        key = "first_k_dense_replace" if isinstance(attention, LatentAttention) else "decoder_sparse_step"
+        rule = f"leaves no MoE layer of {shape.num_layers} layers (mlp_only_layers counts too)."
+        yield Problem(key, rule, config.get(key, ABSENT))
+
+
 class _Counts:
-    """Reads positive integers and gathers what is wrong with them, so that all problems come at once."""
+    """Reads integers and gathers what is wrong with them, so that all problems come at once."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config
@@ -80,13 +98,33 @@ class _Counts:
         self.problems.append(Problem(key, "must be an integer >= 1.", value))
         return 1
 
+    def optional(self, key: str) -> int | None:
+        """None where the key is absent or null."""
+        return None if self._config.get(key) is None else self(key)
+
+    def or_none(self, key: str) -> int:
+        """From 0 on; 0 where the key is absent or null."""
+        value = self._config.get(key)
+        if value is None or (type(value) is int and value >= 0):
+            return value or 0
+        self.problems.append(Problem(key, "must be an integer >= 0 or null.", value))
+        return 0
+
+    def places(self, key: str) -> set[int]:
+        """A list of integers; empty where the key is absent or null."""
+        value = self._config.get(key)
+        if value is None or (isinstance(value, list) and all(type(place) is int for place in value)):
+            return set(value or [])
+        self.problems.append(Problem(key, "must be a list of integers or null.", value))
+        return set()
+
 
 def _grouped_model(keys: _Counts, config: Mapping[str, Any], label: str) -> ModelShape:
     is_mixtral = config["model_type"] == "mixtral"
     hidden_size, num_heads, num_layers = keys("hidden_size"), keys("num_attention_heads"), keys("num_hidden_layers")
-    dense_layers = set() if is_mixtral else set(config.get("mlp_only_layers") or [])
-    step = 1 if is_mixtral else config.get("decoder_sparse_step", 1)
-    dense_layers |= {layer for layer in range(num_layers) if (layer + 1) % step}
+    step = 1 if is_mixtral else keys.optional("decoder_sparse_step") or 1
+    named = set() if is_mixtral else keys.places("mlp_only_layers")
+    dense_layers = {layer for layer in range(num_layers) if layer in named or (layer + 1) % step}
     return ModelShape(
         name=label,
         model_type=config["model_type"],
@@ -97,7 +135,7 @@ def _grouped_model(keys: _Counts, config: Mapping[str, Any], label: str) -> Mode
         attention=GroupedAttention(
             num_heads,
             keys("num_key_value_heads"),
-            config.get("head_dim") or hidden_size // num_heads,
+            keys.optional("head_dim") or hidden_size // num_heads,
             has_head_norms=not is_mixtral,
         ),
         dense_width=keys("intermediate_size") if dense_layers else 0,
@@ -106,12 +144,12 @@ def _grouped_model(keys: _Counts, config: Mapping[str, Any], label: str) -> Mode
         num_experts=keys("num_experts" if "num_experts" in config and not is_mixtral else "num_local_experts"),
         top_k=keys("num_experts_per_tok"),
         is_tied=bool(config.get("tie_word_embeddings", False)),
-        max_positions=config.get("max_position_embeddings"),
+        max_positions=keys.optional("max_position_embeddings"),
     )
 
 
 def _latent_model(keys: _Counts, config: Mapping[str, Any], label: str) -> ModelShape:
-    num_dense = config.get("first_k_dense_replace", 0)
+    num_dense = keys.or_none("first_k_dense_replace")
     return ModelShape(
         name=label,
         model_type=config["model_type"],
@@ -121,7 +159,7 @@ def _latent_model(keys: _Counts, config: Mapping[str, Any], label: str) -> Model
         num_dense_layers=num_dense,
         attention=LatentAttention(
             num_heads=keys("num_attention_heads"),
-            q_rank=config.get("q_lora_rank"),
+            q_rank=keys.optional("q_lora_rank"),
             kv_rank=keys("kv_lora_rank"),
             plain_dim=keys("qk_nope_head_dim"),
             rotary_dim=keys("qk_rope_head_dim"),
@@ -131,9 +169,9 @@ def _latent_model(keys: _Counts, config: Mapping[str, Any], label: str) -> Model
         expert_width=keys("moe_intermediate_size"),
         num_experts=keys("n_routed_experts"),
         top_k=keys("num_experts_per_tok"),
-        shared_width=(config.get("n_shared_experts") or 0) * keys("moe_intermediate_size"),
+        shared_width=keys.or_none("n_shared_experts") * keys("moe_intermediate_size"),
         is_tied=bool(config.get("tie_word_embeddings", False)),
-        max_positions=config.get("max_position_embeddings"),
+        max_positions=keys.optional("max_position_embeddings"),
         routing_groups=_routing_groups(keys, config),
     )
 

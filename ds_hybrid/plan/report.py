@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ _GB = 1e9
 
 NOTES = (
     "Times and memory are predictions from the tables' numbers and assumptions (docs/planner.md), not measurements.",
-    "Sequence parallelism is left out: the planner does not weigh ds_hybrid.attention.kv_gather yet.",
+    "Every plan takes the same sequences in a step; x is gradient_accumulation_steps.",
 )
 SCRIPT_NOTE = (
     'What "asks for" names is the training script\'s to do: checkpoints = model.gradient_checkpointing_enable(), '
@@ -27,10 +27,10 @@ SCRIPT_NOTE = (
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """The article's layout beside ours; ``estimate`` is None where it does not divide or validate refuses it."""
+    """The article's layout beside ours; ``estimate`` is what is predicted of it, or why it cannot be run."""
 
     choice: ArticleChoice
-    estimate: Estimate | None
+    estimate: Estimate | str
 
 
 def needs(candidate: Candidate) -> list[str]:
@@ -66,7 +66,7 @@ def to_text(request: Request, findings: Findings, comparison: Comparison | None)
             *_head(request),
             *_dropped(findings),
             "",
-            *_table(request, findings.fitting or findings.nearest),
+            *_table(request, findings),
             *(_article(request, findings, comparison) if comparison else ()),
             "",
             *_notes(request, findings),
@@ -89,7 +89,7 @@ def to_json(request: Request, findings: Findings, comparison: Comparison | None)
         estimate = comparison.estimate
         document["article"] = {
             **asdict(comparison.choice),
-            "predicted": predicted(request, estimate) if estimate else None,
+            "predicted": None if isinstance(estimate, str) else predicted(request, estimate),
             "why_ours_differs": _difference(request, findings, comparison),
         }
     return document
@@ -104,6 +104,7 @@ def inputs(request: Request) -> dict[str, Any]:
         "num_hosts": len(request.cluster.hosts),
         "routing": request.law.name,
         "zero_stages": list(request.zero_stages),
+        "sequences_of_step": request.num_sequences,
         **asdict(request.work),
     }
 
@@ -119,6 +120,7 @@ def predicted(request: Request, estimate: Estimate) -> dict[str, Any]:
         "memory_bytes": {"peak": estimate.memory.peak, "of": request.machine.memory_bytes, **asdict(estimate.memory)},
         "memory_bytes_with_eager_attention": _eager_peak(request, estimate),
         "dispatch_bytes_of_layer": estimate.dispatch.wire_bytes,
+        "dispatch_bytes_of_rank": estimate.dispatch_bytes_of_rank,
         "dispatch_over_lower_bound": estimate.dispatch.ratio,
         "load_max_over_mean": estimate.demand.load,
         "load_max_over_mean_p99": estimate.demand.load_p99,
@@ -137,8 +139,8 @@ def _head(request: Request) -> Iterator[str]:
         f"{_gb(machine.memory_bytes)} GB usable on each rank"
     )
     yield (
-        f"micro-batches of {work.micro_batch} x {work.seq_len} tokens, {work.attention} attention, routing "
-        f"{request.law.name}"
+        f"{request.num_sequences} sequences a step, in micro-batches of {work.micro_batch} x {work.seq_len} tokens; "
+        f"{work.attention} attention, routing {request.law.name}"
     )
 
 
@@ -149,18 +151,24 @@ def _dropped(findings: Findings) -> Iterator[str]:
         yield f"  {count:6d} {why}"
 
 
-def _table(request: Request, estimates: Sequence[Estimate]) -> Iterator[str]:
-    yield ("   TP  EP ZeRO dispatcher    tokens/s    step s  GB (eager)      wire/bound  load (p99)   asks for / why")
-    for number, estimate in enumerate(estimates[:NUM_SHOWN], 1):
+def _table(request: Request, findings: Findings) -> Iterator[str]:
+    if not findings.fitting:
+        yield "None of these fits; those that need the least memory:"
+    yield (
+        "   TP  SP  EP ZeRO   x dispatcher    tokens/s    step s  GB (eager)      GB sent  /bound  load (p99)   "
+        "asks for / why"
+    )
+    for number, estimate in enumerate((findings.fitting or findings.nearest)[:NUM_SHOWN], 1):
         candidate = estimate.candidate
         ratio = "-" if estimate.dispatch.ratio is None else f"{estimate.dispatch.ratio:.3f}"
         peaks = f"{_gb(estimate.memory.peak)} ({_gb(_eager_peak(request, estimate))})"
         load = f"{estimate.demand.load:.2f} ({estimate.demand.load_p99:.2f})"
         yield (
-            f"{number:2d} {candidate.tp_size:2d} {candidate.ep_size:3d} {candidate.zero_stage:4d} "
+            f"{number:2d} {candidate.tp_size:2d} {candidate.sp_size:3d} {candidate.ep_size:3d} "
+            f"{candidate.zero_stage:4d} {candidate.micro_batches:3d} "
             f"{candidate.mode if candidate.ep_size > 1 else '-':12s} {estimate.tokens_per_second:9,.0f} "
-            f"{estimate.time.total:9.3g}  {peaks:15s} {ratio:>10s}  {load:12s} "
-            f"{', '.join(needs(candidate)) or 'nothing'}"
+            f"{estimate.time.total:9.3g}  {peaks:15s} {_gb(estimate.dispatch_bytes_of_rank):>7s} {ratio:>7s}  "
+            f"{load:12s} {', '.join(needs(candidate)) or 'nothing'}"
         )
         yield f"   {reason(estimate)}"
 
@@ -173,8 +181,8 @@ def _article(request: Request, findings: Findings, comparison: Comparison) -> It
         f"{request.work.seq_len} tokens its text takes plan {choice.plan}: TP {choice.tp_size}, EP {choice.ep_size}"
         f"{' on the TP groups' if choice.plan == 'A' else ''}."
     )
-    if comparison.estimate is not None:
-        estimate = comparison.estimate
+    estimate = comparison.estimate
+    if not isinstance(estimate, str):
         yield (
             f"Predicted with ZeRO {estimate.candidate.zero_stage}: {estimate.tokens_per_second:,.0f} tokens/s, "
             f"{_gb(estimate.memory.peak)} GB."
@@ -183,44 +191,48 @@ def _article(request: Request, findings: Findings, comparison: Comparison) -> It
 
 
 def _difference(request: Request, findings: Findings, comparison: Comparison) -> str:
-    choice, estimate = comparison.choice, comparison.estimate
-    if estimate is None:
-        return f"It cannot be run here: TP {choice.tp_size} or EP {choice.ep_size} does not divide what it has to."
+    estimate = comparison.estimate
+    if isinstance(estimate, str):
+        return f"It cannot be run here: such layouts {estimate}."
     if not findings.fitting:
         return "Ours takes none, as nothing fits."
     ours = findings.fitting[0]
-    if (ours.candidate.tp_size, ours.candidate.ep_size) == (choice.tp_size, choice.ep_size):
-        return "Ours takes the same sizes."
+    if ours.candidate == estimate.candidate:
+        return "Ours takes the same."
+    taken = f"Ours takes {ours.candidate.sizes}, {ours.candidate.mode},"
+    if estimate.memory.peak > request.machine.memory_bytes:
+        needed = f"{_gb(estimate.memory.peak)} GB of {_gb(request.machine.memory_bytes)} GB"
+        return f"It does not fit: it needs {needed}. {taken} predicted {ours.tokens_per_second:,.0f} tokens/s."
     ratio = ours.tokens_per_second / estimate.tokens_per_second
-    return (
-        f"Ours takes {ours.candidate.sizes}, predicted {ratio:.2f} times as fast: "
-        f"{why_it_differs(estimate, ours, memory_bytes=request.machine.memory_bytes)}"
-    )
+    return f"{taken} predicted {ratio:.2f} times as fast: {why_it_differs(estimate, ours)}"
 
 
 def _notes(request: Request, findings: Findings) -> Iterator[str]:
     if not findings.fitting:
-        best = findings.nearest[0].memory if findings.nearest else None
-        if best is None:
-            yield "No sizes can be run at all; the reasons are above."
-        else:
-            states = best.states
-            parts = {
-                "weights": states.weights,
-                "optimizer": states.optimizer,
-                "gradients": states.gradients + states.buffers,
-                "activations": best.activations,
-                "logits": best.logits,
-                "one layer": best.layer + best.gathered,
-            }
-            yield (
-                f"Nothing fits. The least is {_gb(best.peak)} GB of {_gb(request.machine.memory_bytes)}: "
-                f"{', '.join(f'{name} {_gb(size)}' for name, size in parts.items())}, not all at one "
-                "time. Take more ranks, or shorter sequences."
-            )
+        yield _nothing_fits(request, findings)
     if any(needs(estimate.candidate) for estimate in (findings.fitting or findings.nearest)[:NUM_SHOWN]):
         yield SCRIPT_NOTE
     yield from NOTES
+
+
+def _nothing_fits(request: Request, findings: Findings) -> str:
+    if not findings.nearest:
+        return "No sizes can be run at all; the reasons are above."
+    best = findings.nearest[0].memory
+    states = best.states
+    parts = {
+        "weights": states.weights,
+        "optimizer": states.optimizer,
+        "gradients": states.gradients + states.buffers,
+        "activations": best.activations,
+        "logits": best.logits,
+        "one layer": best.layer + best.gathered,
+    }
+    ways = "more ranks, or shorter sequences" if 3 in request.zero_stages else "a higher --zero-stage, or more ranks"
+    return (
+        f"Nothing fits. The least is {_gb(best.peak)} GB of {_gb(request.machine.memory_bytes)}: "
+        f"{', '.join(f'{name} {_gb(size)}' for name, size in parts.items())}, not all at one time. Take {ways}."
+    )
 
 
 def _gb(num_bytes: float) -> str:
@@ -230,5 +242,8 @@ def _gb(num_bytes: float) -> str:
 
 
 def _eager_peak(request: Request, estimate: Estimate) -> float:
+    """Attention that keeps all scores; where ranks share sequences out there is none."""
+    if estimate.candidate.sp_size > 1:
+        return estimate.memory.peak
     work = replace(request.work, attention="eager")
     return memory(request.model, work, estimate.candidate, estimate.demand).peak

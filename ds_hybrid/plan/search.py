@@ -1,10 +1,11 @@
 """All ways to train a model on a cluster: those that can be run and fit, quickest first, and why others are not. Pure.
 
-Sequence parallelism (``attention.kv_gather``) is not among them yet.
+All take the same sequences in a step: ranks that share a micro-batch take several of them, one after the other.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -19,7 +20,8 @@ from ds_hybrid.plan.machine import Machine
 from ds_hybrid.plan.memory import Memory, memory
 from ds_hybrid.plan.model import ModelShape
 from ds_hybrid.plan.routing import RankDemand, RoutingLaw
-from ds_hybrid.plan.time import DispatchCost, StepTime, dispatch_cost, nodes_of, step_time
+from ds_hybrid.plan.sequence import Gathers, gathers
+from ds_hybrid.plan.time import DispatchCost, Rings, StepTime, dispatch_cost, nodes_of, rings, step_time
 from ds_hybrid.topology.cluster import Cluster
 from ds_hybrid.topology.layout import Layout, consecutive_groups, plan_layout
 
@@ -33,6 +35,7 @@ class Request:
 
     Attributes:
         zero_stages: those to look at.
+        global_batch: sequences of a step; None: a micro-batch for each rank.
     """
 
     model: ModelShape
@@ -41,6 +44,17 @@ class Request:
     cluster: Cluster
     law: RoutingLaw
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)
+    global_batch: int | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        """Of a step, of all ranks."""
+        return self.global_batch or self.cluster.num_ranks * self.work.micro_batch
+
+    def micro_batches(self, num_sharing: int) -> int:
+        """Of a step, where so many ranks share each; 0 where they do not divide the sequences."""
+        at_once = self.cluster.num_ranks // num_sharing * self.work.micro_batch
+        return 0 if self.num_sequences % at_once else self.num_sequences // at_once
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +64,7 @@ class Estimate:
     Attributes:
         tokens_per_second: of all ranks together.
         num_hosts_of_group: the hosts that the widest expert-parallel group spans.
+        num_moe_layers: of the model.
     """
 
     candidate: Candidate
@@ -59,6 +74,16 @@ class Estimate:
     demand: RankDemand
     tokens_per_second: float
     num_hosts_of_group: int
+    num_moe_layers: int
+
+    @property
+    def dispatch_bytes_of_rank(self) -> float:
+        """What a rank sends in dispatch in a step, the mean of its group; forward is half, and comes again where layers
+        are computed again.
+        """
+        candidate = self.candidate
+        num_dispatches = self.num_moe_layers * candidate.micro_batches * (1.5 if candidate.checkpoints else 1.0)
+        return num_dispatches * self.dispatch.wire_bytes / candidate.ep_size
 
     @property
     def shares(self) -> list[tuple[str, float]]:
@@ -92,25 +117,27 @@ class Estimator:
         # Bound methods in a cache live as long as this object.
         self.layout = cache(self._layout)
         self._group = cache(self._widest_group)
+        self._rings = cache(self._slowest_rings)
         self._demand = cache(request.law.demand)
         self._dispatch_of = cache(self._dispatch)
+        self._gathers = cache(self._gathers_of)
 
     def __call__(self, candidate: Candidate) -> Estimate:
         request = self.request
-        layout = self.layout(candidate.tp_size, candidate.ep_size)
+        speeds = self._rings(candidate.tp_size, candidate.ep_size, candidate.sp_size)
         group = self._group(candidate.tp_size, candidate.ep_size)
-        demand, dispatched = self._dispatch_of(candidate.tp_size, candidate.ep_size, candidate.mode)
-        time = step_time(
-            request.model, request.work, candidate, demand, request.machine, request.cluster, layout, dispatched
-        )
+        demand, dispatched = self._dispatch_of(candidate.tp_size, candidate.ep_size, candidate.mode, candidate.sp_size)
+        gathered = self._gathers(candidate.sp_size, candidate.checkpoints)
+        time = step_time(request.model, request.work, candidate, demand, request.machine, speeds, dispatched, gathered)
         return Estimate(
             candidate=candidate,
-            memory=memory(request.model, request.work, candidate, demand),
+            memory=memory(request.model, request.work, candidate, demand, held=gathered.held),
             time=time,
             dispatch=dispatched,
             demand=demand,
-            tokens_per_second=request.work.num_tokens * candidate.dp_size / time.total,
+            tokens_per_second=request.num_sequences * request.work.seq_len / time.total,
             num_hosts_of_group=len(set(nodes_of(group, request.cluster))),
+            num_moe_layers=request.model.num_moe_layers,
         )
 
     def _layout(self, tp_size: int, ep_size: int) -> Layout:
@@ -124,13 +151,21 @@ class Estimator:
     def _widest_group(self, tp_size: int, ep_size: int) -> tuple[int, ...]:
         return widest_group(self.layout(tp_size, ep_size), self.request.cluster)
 
-    def _dispatch(self, tp_size: int, ep_size: int, mode: Mode) -> tuple[RankDemand, DispatchCost]:
+    def _slowest_rings(self, tp_size: int, ep_size: int, sp_size: int) -> Rings:
+        return rings(self.request.machine, self.request.cluster, self.layout(tp_size, ep_size), sp_size)
+
+    def _gathers_of(self, sp_size: int, checkpoints: bool) -> Gathers:
+        request = self.request
+        candidate = Candidate(request.cluster.num_ranks, 1, 1, 1, "allgather", checkpoints, sp_size=sp_size)
+        return gathers(request.model, request.work, candidate, request.machine, self._rings(1, 1, sp_size).sp)
+
+    def _dispatch(self, tp_size: int, ep_size: int, mode: Mode, sp_size: int) -> tuple[RankDemand, DispatchCost]:
         request = self.request
         group = self._group(tp_size, ep_size)
         num_nodes = len(set(nodes_of(group, request.cluster)))
         # Shares of nodes only matter to the dispatcher that goes over them, which has equal ones.
         demand = self._demand(ep_size, num_nodes if mode == "hierarchical" else 1)
-        candidate = Candidate(request.cluster.num_ranks, tp_size, ep_size, 1, mode)
+        candidate = Candidate(request.cluster.num_ranks, tp_size, ep_size, 1, mode, sp_size=sp_size)
         cost = dispatch_cost(request.model, request.work, candidate, demand, request.machine, request.cluster, group)
         return demand, cost
 
@@ -158,7 +193,7 @@ def search(request: Request) -> Findings:
             continue
         rival = fitting.get(candidate.sizes)
         dropped[BEATEN] += rival is not None
-        if rival is None or _is_better(estimate, rival):
+        if rival is None or _rank(estimate) < _rank(rival):
             fitting[candidate.sizes] = estimate
     return Findings(
         fitting=tuple(sorted(fitting.values(), key=_rank)),
@@ -168,27 +203,31 @@ def search(request: Request) -> Findings:
     )
 
 
-def best_of_sizes(request: Request, tp_size: int, ep_size: int, mode: Mode) -> Estimate | None:
-    """The quickest of given sizes and dispatcher that fits; if none does, the smallest; None where none can be run."""
+def best_of_sizes(request: Request, tp_size: int, ep_size: int, mode: Mode) -> Estimate | str:
+    """The quickest of given sizes and dispatcher, without sequence parallelism, that fits; if none does, the smallest;
+    where none can be run, why.
+    """
     estimator = Estimator(request)
     refusal = _Refusal(estimator)
-    estimates = [
-        estimator(candidate)
-        for candidate in _combinations(request)
-        if (candidate.tp_size, candidate.ep_size, candidate.mode) == (tp_size, ep_size, mode)
-        and refusal(candidate) is None
-    ]
+    world_size = request.cluster.num_ranks
+    if world_size % tp_size or world_size % ep_size:
+        return f"have TP {tp_size} or EP {ep_size}, which does not divide {world_size} ranks"
+    estimates, reasons = [], []
+    for candidate in _combinations(request):
+        if (candidate.tp_size, candidate.ep_size, candidate.mode, candidate.sp_size) == (tp_size, ep_size, mode, 1):
+            reason = refusal(candidate)
+            if reason is None:
+                estimates.append(estimator(candidate))
+            else:
+                reasons.append(reason)
     fitting = [estimate for estimate in estimates if estimate.memory.peak <= request.machine.memory_bytes]
-    return min(fitting, key=_rank, default=None) or min(estimates, key=lambda e: e.memory.peak, default=None)
+    best = min(fitting, key=_rank, default=None) or min(estimates, key=lambda e: e.memory.peak, default=None)
+    return best or reasons[-1]
 
 
 def widest_group(layout: Layout, cluster: Cluster) -> tuple[int, ...]:
     """The expert-parallel group over the most hosts."""
     return max(layout.ep_groups, key=lambda group: len({cluster.host_of_rank[rank] for rank in group}))
-
-
-def _is_better(estimate: Estimate, rival: Estimate) -> bool:
-    return _rank(estimate) < _rank(rival)
 
 
 def _rank(estimate: Estimate) -> tuple[float, bool, bool, float]:
@@ -202,10 +241,19 @@ def _combinations(request: Request) -> Iterator[Candidate]:
     world_size = request.cluster.num_ranks
     sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
     switches = (False, True)
-    for tp_size, ep_size, stage, mode, checkpoints, chunked in product(
-        sizes, sizes, request.zero_stages, ALL_MODES, switches, switches
+    # Ranks share a micro-batch by its heads or by its sequences: the engine has not both.
+    sharing = [(size, 1) for size in sizes] + [(1, size) for size in sizes if size > 1]
+    for (tp_size, sp_size), ep_size, stage, mode, checkpoints, chunked in product(
+        sharing, sizes, request.zero_stages, ALL_MODES, switches, switches
     ):
-        yield Candidate(world_size, tp_size, ep_size, stage, mode, checkpoints, chunked)
+        micro_batches = request.micro_batches(tp_size * sp_size)
+        yield Candidate(world_size, tp_size, ep_size, stage, mode, checkpoints, chunked, sp_size, micro_batches)
+
+
+def _without_sizes(problem: str) -> str:
+    """The key and the first sentence of the rule, the same for all sizes."""
+    place, _, rule = problem.partition(" (plan): ")
+    return f"{place.partition(' = ')[0]} {re.sub(r'[0-9]+', 'N', rule.partition('. ')[0])}"
 
 
 class _Refusal:
@@ -221,17 +269,25 @@ class _Refusal:
             return f"have a TP size that does not divide {model.attention.num_kv_heads} key and value heads"
         if model.num_experts % candidate.ep_size:
             return f"have an EP size that does not divide {model.num_experts} experts"
-        return self._problem(candidate.tp_size, candidate.ep_size, candidate.zero_stage, candidate.mode)
+        if candidate.sp_size > 1 and 2 * candidate.sp_size > self._estimator.request.work.seq_len:
+            return "share a sequence out over more ranks than it has pairs of tokens"
+        if candidate.micro_batches == 0:
+            return f"do not divide the {self._estimator.request.num_sequences} sequences of a step"
+        sizes = candidate.tp_size, candidate.ep_size, candidate.sp_size
+        return self._problem(*sizes, candidate.zero_stage, candidate.mode)
 
-    def _find_problem(self, tp_size: int, ep_size: int, stage: int, mode: Mode) -> str | None:
+    def _find_problem(self, tp_size: int, ep_size: int, sp_size: int, stage: int, mode: Mode) -> str | None:
         request = self._estimator.request
-        candidate = Candidate(request.cluster.num_ranks, tp_size, ep_size, stage, mode)
+        micro_batches = request.micro_batches(tp_size * sp_size)
+        candidate = Candidate(
+            request.cluster.num_ranks, tp_size, ep_size, stage, mode, sp_size=sp_size, micro_batches=micro_batches
+        )
         document = to_ds_config(request.model, request.work, candidate)
         problems = find_problems(
             document, name="plan", world_size=candidate.world_size, num_experts=request.model.num_experts
         )
         if problems:
-            return f"are refused by ds_hybrid validate for {problems[0].partition(' ')[0]}"
+            return f"are refused by ds_hybrid validate: {_without_sizes(problems[0])}"
         if ep_size == 1 and mode != "allgather":
             return "name a dispatcher where nothing is dispatched (EP 1)"
         if mode == "hierarchical" and not self._has_two_hops(tp_size, ep_size):

@@ -1,54 +1,64 @@
-"""A step whose ranks share out each sequence, and gather keys and values for attention. Pure.
+"""Ranks that share out each sequence: what gathering keys and values costs them. Pure.
 
-A model of what may come: the engine has no sequence-sharded attention yet.
+The forms are those of ``ds_hybrid.attention``: its choice of a schedule, on its virtual clock. Shards are cut so that
+causal ranks have equal work.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass
 
+from ds_hybrid.attention.choose import Attention, choose, forecast, held_bytes
+from ds_hybrid.attention.traffic import KVShape, backward_bytes, forward_bytes
 from ds_hybrid.dispatch.predict import GroupSpeed
-from ds_hybrid.plan.candidate import Workload
+from ds_hybrid.plan.candidate import Candidate, Workload
 from ds_hybrid.plan.machine import Machine
-from ds_hybrid.plan.model import GroupedAttention, ModelShape
-from ds_hybrid.plan.time import StepTime
+from ds_hybrid.plan.model import ModelShape
 
 
-def shared_out(
-    whole: StepTime,
-    model: ModelShape,
-    work: Workload,
-    machine: Machine,
-    speed: GroupSpeed,
-    *,
-    num_shards: int,
-    hides: bool,
-    checkpoints: bool,
-) -> StepTime:
-    """The step of a rank that has one of ``num_shards`` parts of the sequences of ``whole``.
+@dataclass(frozen=True)
+class Gathers:
+    """Of all layers of a rank, in one micro-batch.
 
-    What grows with tokens falls; weights and their gradients stay. The gathers that attention waits for are under
-    ``tensor_parallel``, those beside it under ``hidden``: while a block of keys and values is worked on, the next one
-    arrives, and the first is the rank's own.
+    Attributes:
+        exposed, hidden: seconds of the link that attention waits for, and beside which it computes.
+        wire_bytes: that leave the rank.
+        held: bytes of other ranks' keys, values and gradients, in one layer at its fullest.
+    """
+
+    exposed: float = 0.0
+    hidden: float = 0.0
+    wire_bytes: float = 0.0
+    held: float = 0.0
+
+
+def gathers(model: ModelShape, work: Workload, candidate: Candidate, machine: Machine, speed: GroupSpeed) -> Gathers:
+    """As ``kv_gather: auto`` would have them; nothing where sequences are not shared out.
 
     Args:
-        speed: of the ranks that share a sequence, in a ring.
+        speed: of the ranks that share a sequence.
     """
-    assert isinstance(model.attention, GroupedAttention), model.attention
-    attention = model.attention
-    part = 1 / num_shards
-    num_bytes = work.num_tokens * 2 * attention.num_kv_heads * attention.head_dim * work.value_bytes
-    gather = speed.latency + num_bytes * (1 - part) / speed.bandwidth
-    scores = work.num_tokens * part * model.score_flops(work.seq_len, causal=work.attention == "fused")
-    beside = scores / model.num_layers / machine.matmul_flops * (1 - part)
-    # Gathered in forward, again where it is computed again; gradients go home beside a backward of twice the work.
-    passes = [beside] * (2 if checkpoints else 1) + [2 * beside]
-    hidden = model.num_layers * sum(min(gather, compute) for compute in passes) if hides else 0.0
-    return replace(
-        whole,
-        dense=whole.dense * part,
-        experts=whole.experts * part,
-        memory_bound=whole.memory_bound * part,
-        tensor_parallel=model.num_layers * len(passes) * gather - hidden,
-        hidden=whole.hidden + hidden,
+    if candidate.sp_size == 1:
+        return Gathers()
+    kv = KVShape(
+        candidate.sp_size,
+        work.micro_batch,
+        candidate.part_of(work).seq_len,
+        model.attention.num_kv_heads,
+        model.attention.score_dim,
+        model.attention.value_dim,
+        work.value_bytes,
+    )
+    attention = Attention(kv, model.attention.num_heads, causal=True)
+    schedule, _ = choose("auto", attention, speed=speed, matmul_flops=machine.matmul_flops)
+    forward, backward = forecast(schedule, attention, speed, machine.matmul_flops)
+    num_forwards = 2 if candidate.checkpoints else 1
+    exposed = num_forwards * forward.exposed + backward.exposed
+    busy = num_forwards * forward.busy + backward.busy
+    sent = num_forwards * forward_bytes(kv) + backward_bytes(schedule.variant, kv)
+    return Gathers(
+        exposed=model.num_layers * exposed,
+        hidden=model.num_layers * (busy - exposed),
+        wire_bytes=float(model.num_layers * sent),
+        held=float(held_bytes(schedule, attention)),
     )

@@ -30,8 +30,8 @@ from ds_hybrid.plan.model import ModelShape
 from ds_hybrid.plan.popularity import Popularity, of_run
 from ds_hybrid.plan.routing import chance_of_need, read_routing
 from ds_hybrid.plan.search import widest_group
-from ds_hybrid.plan.sequence import shared_out
-from ds_hybrid.plan.time import DispatchCost, StepTime, dispatch_cost, group_links, nodes_of, step_time
+from ds_hybrid.plan.sequence import gathers
+from ds_hybrid.plan.time import DispatchCost, StepTime, dispatch_cost, group_links, nodes_of, rings, step_time
 from ds_hybrid.plan.windows import RebalancePolicy, windows
 from ds_hybrid.rebalance.algorithms import Algorithm
 from ds_hybrid.rebalance.policy import Costs
@@ -52,8 +52,9 @@ class Setting:
         work: one micro-batch of a tensor-parallel group.
         cluster: ``machine``'s; ranks of expert-parallel groups are consecutive.
         checkpoints: layers are computed again in backward, and the loss is taken in chunks.
-        sequence_shards: consecutive ranks that share out each sequence; then ``tp_size`` is 1.
+        sp_size: consecutive ranks that share out each sequence; then ``tp_size`` is 1.
         hides_gathers: whether they gather keys and values beside attention.
+        micro_batches: of a step.
         event_seconds: what a rebalance takes besides its moves: planning, agreeing, waiting for each other.
     """
 
@@ -65,8 +66,9 @@ class Setting:
     zero_stage: int = 1
     wire_dtype: WireDtype = "auto"
     checkpoints: bool = False
-    sequence_shards: int = 1
-    hides_gathers: bool = False
+    sp_size: int = 1
+    hides_gathers: bool = True
+    micro_batches: int = 1
     event_seconds: float = 0.0
 
 
@@ -162,7 +164,7 @@ class _Group:
         self._num_nodes = len(set(self._nodes))
         self._num_groups = world_size // ep_size
         self._repeats = model.num_moe_layers / popularity.num_layers
-        self._tokens = setting.work.num_tokens / (setting.tp_size * setting.sequence_shards)
+        self._tokens = setting.work.num_tokens / (setting.tp_size * setting.sp_size)
         self._peak = cache(self._peak_memory)
         self._demand = read_routing("uniform", model).demand(ep_size)
         self._layout = layout
@@ -178,12 +180,9 @@ class _Group:
                 f"{where}: a group must span several hosts of {self._setting.machine.ranks_per_host} ranks, with "
                 "several ranks of each. Give another --ep, or two_stage."
             )
-
         heads, kv_heads = (getattr(self._setting.model.attention, name) for name in ("num_heads", "num_kv_heads"))
         if heads % self._setting.tp_size or kv_heads % self._setting.tp_size:
             raise ConfigError(f"{where}: TP must divide {heads} heads and {kv_heads} key and value heads.")
-        if self._setting.sequence_shards > 1:
-            return
         document = to_ds_config(self._setting.model, self._setting.work, self._candidate(mode))
         num_ranks, num_experts = self._setting.cluster.num_ranks, self._setting.model.num_experts
         problems = find_problems(document, name="its ds_config", world_size=num_ranks, num_experts=num_experts)
@@ -215,7 +214,8 @@ class _Group:
         imbalance = experts.max(1) / pairs_of_rank
         for mode in modes:
             rest = replace(self._even(mode), experts=0.0)
-            dispatch = seconds[mode] * self._repeats
+            num_dispatches = self._repeats * self._setting.micro_batches
+            dispatch = seconds[mode] * num_dispatches
             yield Outcome(
                 mode=mode,
                 ep_size=self._ep_size,
@@ -227,37 +227,31 @@ class _Group:
                 imbalance=imbalance,
                 rest=rest,
                 peak_memory=self._peak(mode),
-                wire_bytes=sent[mode] * self._repeats * self._num_groups,
+                wire_bytes=sent[mode] * num_dispatches * self._num_groups,
                 num_moves=round(num_moves * self._repeats),
                 num_moves_across=round(num_moves_across * self._repeats),
                 moved_bytes=num_moves * self._repeats * self._num_groups * self._bytes_of_expert,
-                tokens_per_step=self._tokens * self._setting.cluster.num_ranks,
+                tokens_per_step=self._tokens * self._setting.micro_batches * self._setting.cluster.num_ranks,
             )
 
     def _even(self, mode: Mode) -> StepTime:
         """A step without dispatch, all loads even. Dispatchers differ in what they keep and join."""
         setting = self._setting
-        model, work, machine, cluster = setting.model, setting.work, setting.machine, setting.cluster
-        none = DispatchCost(0.0, 0.0, 0.0)
-        even = step_time(model, work, self._candidate(mode), self._demand, machine, cluster, self._layout, none)
-        if setting.sequence_shards == 1:
-            return even
-        return shared_out(
-            even,
-            model,
-            work,
-            machine,
-            machine.ring(range(setting.sequence_shards), cluster),
-            num_shards=setting.sequence_shards,
-            hides=setting.hides_gathers,
-            checkpoints=setting.checkpoints,
-        )
+        model, work, machine, candidate = setting.model, setting.work, setting.machine, self._candidate(mode)
+        speeds = rings(machine, setting.cluster, self._layout, setting.sp_size)
+        gathered = gathers(model, work, candidate, machine, speeds.sp)
+        if not setting.hides_gathers:
+            gathered = replace(gathered, exposed=gathered.exposed + gathered.hidden, hidden=0.0)
+        nothing = DispatchCost(0.0, 0.0, 0.0)
+        return step_time(model, work, candidate, self._demand, machine, speeds, nothing, gathered)
 
     def _peak_memory(self, mode: Mode) -> float:
         setting = self._setting
         demand = self._popularity.law().demand(self._ep_size, self._num_nodes if mode == "hierarchical" else 1)
-        work = replace(setting.work, seq_len=-(-setting.work.seq_len // setting.sequence_shards))
-        return memory(setting.model, work, self._candidate(mode), demand).peak
+        candidate = self._candidate(mode)
+        speed = rings(setting.machine, setting.cluster, self._layout, setting.sp_size).sp
+        held = gathers(setting.model, setting.work, candidate, setting.machine, speed).held
+        return memory(setting.model, setting.work, candidate, demand, held=held).peak
 
     def _candidate(self, mode: Mode) -> Candidate:
         setting = self._setting
@@ -269,6 +263,8 @@ class _Group:
             mode,
             setting.checkpoints,
             chunked_loss=setting.checkpoints,
+            sp_size=setting.sp_size,
+            micro_batches=setting.micro_batches,
         )
 
     @property

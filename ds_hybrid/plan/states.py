@@ -41,21 +41,35 @@ class States:
     buffers: float = 0.0
 
 
+def has_master(candidate: Candidate, value_bytes: int) -> bool:
+    """Whether a float32 master lies beside the weights."""
+    return candidate.zero_stage > 0 or value_bytes < _FLOAT
+
+
+def num_updated(model: ModelShape, candidate: Candidate) -> float:
+    """Elements that the optimizer of a rank updates in a step."""
+    dense = model.num_sharded_parameters / candidate.tp_size + model.num_whole_parameters
+    experts = model.num_expert_parameters / candidate.ep_size
+    if candidate.zero_stage == 0:
+        return dense + experts
+    return dense / candidate.dp_size + experts / candidate.edp_size
+
+
 def states(model: ModelShape, candidate: Candidate, *, value_bytes: int) -> States:
     """Weights, gradients and optimizer states of a rank."""
     dense = model.num_sharded_parameters / candidate.tp_size + model.num_whole_parameters
     experts = model.num_expert_parameters / candidate.ep_size
     whole, part = dense + experts, dense / candidate.dp_size + experts / candidate.edp_size
     stage = candidate.zero_stage
-    owned = part if stage else whole
+    owned = num_updated(model, candidate)
     one_matrix = model.parameters_of_expert / 3 * model.num_experts / candidate.ep_size
     group_of_experts = min(experts, max(_EXPERT_GROUP, one_matrix)) / candidate.edp_size
     at_a_time = {0: whole, 3: min(part, _ZERO3_GROUP)}.get(stage, max(dense / candidate.dp_size, group_of_experts))
-    has_master = stage > 0 or value_bytes < _FLOAT
+    mastered = has_master(candidate, value_bytes)
     gradients = value_bytes * {2: part + _straddling(model, candidate), 3: part}.get(stage, whole)
     reduction = 0.0 if stage == 0 else float(value_bytes * reduce_bucket_size(model, candidate))
-    step = (2 if has_master else 1) * _FLOAT * at_a_time
-    optimizer = (3 if has_master else 2) * _FLOAT * owned
+    step = (2 if mastered else 1) * _FLOAT * at_a_time
+    optimizer = (3 if mastered else 2) * _FLOAT * owned
     if stage == 3:
         return States(value_bytes * part, 0.0, optimizer, 0.0, step, buffers=gradients + reduction)
     return States(value_bytes * whole, gradients, optimizer, reduction, value_bytes * owned + step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sysconfig
 from pathlib import Path
 from typing import Any, Literal
@@ -42,11 +43,16 @@ def read_table(kind: Kind, name: str) -> tuple[dict[str, Any], str]:
         raise ConfigError(
             f"{name}: neither a file nor one of the {kind} {', '.join(names)}.{did_you_mean(name, names)}"
         )
+    text = read_text(path, ConfigError)
     try:
-        table = yaml.safe_load(read_text(path, ConfigError))
+        table = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}: line {error.lineno}: {error.msg}. Write JSON.") from None
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ConfigError(f"{path}: line {line}: {error.problem}. Write YAML or JSON.") from None
+    except yaml.YAMLError:
+        raise ConfigError(f"{path}: not a text of YAML or JSON. Give a config.json, or a table of this form.") from None
     if not isinstance(table, dict):
         raise ConfigError(f"{path}: must hold keys and values, not a {type(table).__name__}.")
     return table, str(path)

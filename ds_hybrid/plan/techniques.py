@@ -1,7 +1,8 @@
 """What the article's five techniques give by our model, each alone and one after the other. Pure.
 
 The base is plan A's layout without them: attention sharded over TP 4, EP 4, one row for each (token, choice), experts
-that stay. Activation checkpoints and a loss in chunks are on throughout.
+that stay. Activation checkpoints and a loss in chunks are on throughout. Every layout takes the same sequences in a
+step.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import numpy as np
 
 from ds_hybrid.dispatch.modes import Mode, WireDtype
 from ds_hybrid.errors import ConfigError
-from ds_hybrid.plan.model import GroupedAttention
 from ds_hybrid.plan.popularity import Popularity
 from ds_hybrid.plan.simulate import Outcome, Setting, simulate
 from ds_hybrid.plan.windows import RebalancePolicy
@@ -86,10 +86,17 @@ def techniques(setting: Setting, popularity: Popularity, policy: RebalancePolicy
     """The table; ``setting.tp_size`` and ``wire_dtype`` are the rows' own.
 
     Raises:
-        ConfigError: attention is not of a kind whose gather the model knows.
+        ConfigError: the layouts do not divide the ranks, experts or heads.
     """
-    if not isinstance(setting.model.attention, GroupedAttention):
-        raise ConfigError(f"--article: {setting.model.name} has latent attention. Give a model with key/value heads.")
+    for what, number, largest in (
+        ("ranks", setting.cluster.num_ranks, 8),
+        ("experts", setting.model.num_experts, 8),
+        ("key and value heads", setting.model.attention.num_kv_heads, 4),
+    ):
+        if number % largest:
+            raise ConfigError(
+                f"--article: its layouts share {number} {what} out over {largest} ranks. Give a multiple."
+            )
     return list(_rows(replace(setting, checkpoints=True), popularity, policy))
 
 
@@ -107,12 +114,13 @@ def _with(changes: Mapping[str, object]) -> Choices:
 
 
 def _predict(setting: Setting, popularity: Popularity, policy: RebalancePolicy, choices: Choices) -> Prediction:
-    shards = 1 if choices.attention == "heads" else choices.tp_size
+    has_heads = choices.attention == "heads"
     changed = replace(
         setting,
-        tp_size=choices.tp_size if shards == 1 else 1,
-        sequence_shards=shards,
-        hides_gathers=choices.attention == "hidden_gathers",
+        tp_size=choices.tp_size if has_heads else 1,
+        sp_size=1 if has_heads else choices.tp_size,
+        micro_batches=choices.tp_size,  # as many ranks share a micro-batch
+        hides_gathers=choices.attention != "gathers",
         wire_dtype=choices.wire_dtype,
     )
     (outcome,) = simulate(

@@ -1,9 +1,9 @@
 """Seconds of one step of a rank, and what leaves it: compute, and each collective on its link. Pure.
 
-One step is a forward and backward of one micro-batch and the optimizer's step. The rank with the busiest experts sets
-the pace of each layer. What hides: with ZeRO 3 DeepSpeed gathers and reduces beside compute; everything else waits,
-as ``overlap_comm`` is off by default below stage 3 and dispatch runs in one chunk. A message takes its latency and its
-bytes over the bandwidth (Hockney's model).
+One step is a forward and backward of each micro-batch and the optimizer's step. The rank with the busiest experts sets
+the pace of each layer. What hides: with ZeRO 3 DeepSpeed gathers and reduces beside compute, and keys and values of a
+sequence that is shared out travel beside attention. Everything else waits, as ``overlap_comm`` is off by default below
+stage 3 and dispatch runs in one chunk. A message takes its latency and its bytes over the bandwidth (Hockney's model).
 """
 
 from __future__ import annotations
@@ -15,21 +15,20 @@ import numpy as np
 
 from ds_hybrid.dispatch.modes import Mode
 from ds_hybrid.dispatch.predict import DemandTable, GroupSpeed, Way, messages, predicted_seconds
-from ds_hybrid.dispatch.traffic import WireShape
+from ds_hybrid.dispatch.traffic import INTEGER_BYTES, WireShape
 from ds_hybrid.plan.candidate import Candidate, Workload
 from ds_hybrid.plan.machine import Machine
-from ds_hybrid.plan.memory import memory
-from ds_hybrid.plan.model import LatentAttention, ModelShape
+from ds_hybrid.plan.memory import kept_by_layers
+from ds_hybrid.plan.model import ModelShape
 from ds_hybrid.plan.routing import RankDemand
-from ds_hybrid.plan.states import states
+from ds_hybrid.plan.sequence import Gathers
+from ds_hybrid.plan.states import has_master, num_updated
 from ds_hybrid.topology.cluster import Cluster
 from ds_hybrid.topology.layout import Layout
 
 _FLOAT = 4
 _PASSES = 3
 """How often a byte that autograd keeps crosses the memory bus: written, read by the next operation and in backward."""
-_OPTIMIZER_BYTES = 30
-"""Of an element: Adam reads master, gradient and moments and writes master and moments, in float32, and the weight."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,7 @@ class StepTime:
         memory_bound: norms, activations and copies.
         dispatch: tokens to experts and back.
         tensor_parallel: reductions in sharded attention, and joining what ranks with the same tokens did apart.
+        sequence_parallel: keys, values and their gradients that attention waits for.
         reduction: gradients over the copies of weights.
         gathers: weights over the ranks that share them.
         optimizer: the step itself.
@@ -56,6 +56,7 @@ class StepTime:
     reduction: float
     gathers: float
     optimizer: float
+    sequence_parallel: float = 0.0
     hidden: float = 0.0
 
     @property
@@ -77,40 +78,74 @@ class DispatchCost:
         return self.wire_bytes / self.lower_bound if self.lower_bound else None
 
 
+@dataclass(frozen=True)
+class Rings:
+    """What the slowest group of each kind reaches in its rings: a step waits for it.
+
+    Attributes:
+        tp, sp: of the ranks that share a micro-batch.
+        dp, edp: of the copies of what is dense, and of experts.
+    """
+
+    tp: GroupSpeed
+    sp: GroupSpeed
+    dp: GroupSpeed
+    edp: GroupSpeed
+
+
+def rings(machine: Machine, cluster: Cluster, layout: Layout, sp_size: int = 1) -> Rings:
+    """Of a layout; the ranks that share a sequence are consecutive."""
+
+    def slowest(groups: Sequence[Sequence[int]]) -> GroupSpeed:
+        return min((machine.ring(group, cluster) for group in groups), key=lambda speed: speed.bandwidth)
+
+    shared = [range(first, first + sp_size) for first in range(0, cluster.num_ranks, sp_size)]
+    return Rings(slowest(layout.tp_groups), slowest(shared), slowest(layout.dp_groups), slowest(layout.edp_groups))
+
+
 def step_time(
     model: ModelShape,
     work: Workload,
     candidate: Candidate,
     demand: RankDemand,
     machine: Machine,
-    cluster: Cluster,
-    layout: Layout,
+    speeds: Rings,
     dispatched: DispatchCost,
+    gathered: Gathers,
 ) -> StepTime:
-    """Of a candidate on a machine; ``dispatched`` is :func:`dispatch_cost` of one layer."""
+    """Of all micro-batches of a step.
+
+    Args:
+        speeds: see :func:`rings`.
+        dispatched: :func:`dispatch_cost` of one layer and micro-batch.
+        gathered: ``plan.sequence.gathers`` of one micro-batch.
+    """
+    part, count = candidate.part_of(work), candidate.micro_batches
     dense = _dense_flops(model, work, candidate) / machine.matmul_flops
-    experts = _expert_flops(model, work, candidate, demand) / machine.expert_flops
-    kept = memory(model, work, _without_savings(candidate), demand).activations
+    experts = _expert_flops(model, part, candidate, demand) / machine.expert_flops
+    kept = kept_by_layers(model, part, candidate, demand, load=demand.load)
     again = 4 / 3 if candidate.checkpoints else 1.0
     memory_bound = _PASSES * kept * again / machine.memory_bytes_per_second
-    reduction, gathers = _zero_seconds(model, work, candidate, machine, cluster, layout)
-    hidden = 0.0
+    reduction, weights = _zero_seconds(model, work, candidate, speeds)
+    hidden = count * gathered.hidden
     if candidate.zero_stage == 3:
-        hidden = min(reduction + gathers, machine.overlap * (dense + experts + memory_bound))
-        hidden_gathers = min(gathers, hidden)
-        gathers, reduction = gathers - hidden_gathers, reduction - (hidden - hidden_gathers)
-    part = states(model, candidate, value_bytes=work.value_bytes).optimizer / (3 * _FLOAT)
+        beside = min(reduction + weights, machine.overlap * count * (dense + experts + memory_bound))
+        hidden_gathers = min(weights, beside)
+        weights, reduction = weights - hidden_gathers, reduction - (beside - hidden_gathers)
+        hidden += beside
     # The forward of dispatch is half of it, and runs again where layers are computed again.
     dispatch = model.num_moe_layers * dispatched.seconds * (1.5 if candidate.checkpoints else 1.0)
+    updated = num_updated(model, candidate) * _optimizer_bytes(candidate, work.value_bytes)
     return StepTime(
-        dense=dense,
-        experts=experts,
-        memory_bound=memory_bound,
-        dispatch=dispatch,
-        tensor_parallel=_tensor_parallel_seconds(model, work, candidate, machine, cluster, layout),
+        dense=count * dense,
+        experts=count * experts,
+        memory_bound=count * memory_bound,
+        dispatch=count * dispatch,
+        tensor_parallel=count * _tensor_parallel_seconds(model, work, candidate, speeds.tp),
+        sequence_parallel=count * gathered.exposed,
         reduction=reduction,
-        gathers=gathers,
-        optimizer=_OPTIMIZER_BYTES * part / machine.memory_bytes_per_second,
+        gathers=weights,
+        optimizer=updated / machine.memory_bytes_per_second,
         hidden=hidden,
     )
 
@@ -126,7 +161,7 @@ def dispatch_cost(
 ) -> DispatchCost:
     """Of one MoE layer in an expert-parallel group; seconds as ``ds_hybrid.dispatch.predict`` would tell them."""
     num_ranks = candidate.ep_size
-    num_tokens = candidate.tokens_dispatched(work.num_tokens)
+    num_tokens = candidate.tokens_dispatched(candidate.part_of(work).num_tokens)
     shape = WireShape(num_ranks, model.num_experts, model.top_k, model.hidden_size, work.value_bytes)
     if num_ranks == 1:
         return DispatchCost(0.0, 0.0, 0.0)
@@ -161,19 +196,23 @@ def nodes_of(group: Sequence[int], cluster: Cluster) -> tuple[int, ...]:
 
 
 def _replicated_cost(shape: WireShape, num_tokens: float, speed: GroupSpeed) -> DispatchCost:
-    """All-reduces: the output in forward; the gradients of tokens and of routing weights in backward."""
+    """A header; all-reduces of the output in forward, of the gradients of tokens and routing weights in backward."""
     sizes = [num_tokens * shape.row_bytes] * 2 + [num_tokens * shape.riding_bytes]
-    seconds = sum(_all_reduce(size, shape.num_ranks, speed) for size in sizes)
-    sent = sum(sizes) * 2 * (shape.num_ranks - 1)
+    header = INTEGER_BYTES * (1 + shape.num_facts) * shape.num_ranks
+    seconds = _gather(header, shape.num_ranks, speed) + sum(_all_reduce(size, shape.num_ranks, speed) for size in sizes)
+    sent = (header + 2 * sum(sizes)) * (shape.num_ranks - 1)
     return DispatchCost(seconds, sent, 0.0)
 
 
 def _dense_flops(model: ModelShape, work: Workload, candidate: Candidate) -> float:
-    scores = model.score_flops(work.seq_len, causal=work.attention == "fused")
-    forward = model.whole_flops + (model.projection_flops + scores) / candidate.tp_size
+    """Backward is two forwards; of fused attention two and a half, which computes scores again in its two products."""
+    part = candidate.part_of(work)
+    is_fused = part.attention == "fused"
+    scores = model.score_flops(work.seq_len, causal=is_fused) / candidate.tp_size
+    matrices = model.whole_flops + model.projection_flops / candidate.tp_size
     head = 2.0 * model.vocab_size * model.hidden_size
-    again = (forward - head if candidate.checkpoints else 0.0) + (head if candidate.chunked_loss else 0.0)
-    return work.num_tokens * (3 * forward + again)
+    again = (matrices + scores - head if candidate.checkpoints else 0.0) + (head if candidate.chunked_loss else 0.0)
+    return part.num_tokens * (3 * matrices + (3.5 if is_fused else 3) * scores + again)
 
 
 def _expert_flops(model: ModelShape, work: Workload, candidate: Candidate, demand: RankDemand) -> float:
@@ -182,25 +221,29 @@ def _expert_flops(model: ModelShape, work: Workload, candidate: Candidate, deman
     return num_tokens * demand.load * model.expert_flops * (4 if candidate.checkpoints else 3)
 
 
-def _without_savings(candidate: Candidate) -> Candidate:
-    return Candidate(candidate.world_size, candidate.tp_size, candidate.ep_size, 0, candidate.mode)
+def _optimizer_bytes(candidate: Candidate, value_bytes: int) -> int:
+    """Of an element: Adam reads the gradient, and reads and writes two moments and the master, all in float32.
+
+    The weight is written from the master, or is it.
+    """
+    return 7 * _FLOAT + (value_bytes if has_master(candidate, value_bytes) else 0)
 
 
-def _tensor_parallel_seconds(
-    model: ModelShape, work: Workload, candidate: Candidate, machine: Machine, cluster: Cluster, layout: Layout
-) -> float:
-    """All-reduces after sharded attention and, backward, before it; shares of tokens that are joined again."""
+def _tensor_parallel_seconds(model: ModelShape, work: Workload, candidate: Candidate, speed: GroupSpeed) -> float:
+    """All-reduces after sharded attention and, backward, before it; shares of tokens that are joined again.
+
+    What goes backward is added up in float32: the gradient of what enters attention, and those of its parameters that
+    every rank has whole (``engine/tensor_parallel.py``).
+    """
     size = candidate.tp_size
     if size == 1:
         return 0.0
-    speed = machine.ring(layout.tp_groups[0], cluster)
     attention, b = model.attention, work.value_bytes
-    entering = model.hidden_size
-    if isinstance(attention, LatentAttention):
-        entering = (attention.q_rank or model.hidden_size) + attention.kv_rank
+    whole = attention.num_whole_matrices(model.hidden_size) + attention.num_norms
     leave = _all_reduce(work.num_tokens * model.hidden_size * b, size, speed)
-    enter = _all_reduce(work.num_tokens * entering * b, size, speed)
-    attention_seconds = model.num_layers * (leave * (2 if candidate.checkpoints else 1) + enter)
+    enter = _all_reduce(work.num_tokens * model.hidden_size * _FLOAT, size, speed)
+    inside = _all_reduce(whole * _FLOAT, size, speed) if whole else 0.0
+    attention_seconds = model.num_layers * (leave * (2 if candidate.checkpoints else 1) + enter + inside)
     if candidate.mode == "replicated" or candidate.ep_size == 1:
         return attention_seconds
     join = _gather(work.num_tokens * model.hidden_size * b, size, speed)
@@ -209,34 +252,29 @@ def _tensor_parallel_seconds(
     return attention_seconds + shares
 
 
-def _zero_seconds(
-    model: ModelShape, work: Workload, candidate: Candidate, machine: Machine, cluster: Cluster, layout: Layout
-) -> tuple[float, float]:
+def _zero_seconds(model: ModelShape, work: Workload, candidate: Candidate, speeds: Rings) -> tuple[float, float]:
     """Gradients added up, and weights gathered. Below stage 3 DeepSpeed adds up by all-reduce and gathers after a step.
 
-    Source: ``allreduce_and_scatter`` of DeepSpeed 0.19.8, the default way of its stages 1 and 2.
+    Stages 0 and 1 add up once a step, 2 and 3 with every micro-batch. Source: ``allreduce_and_scatter`` of DeepSpeed
+    0.19.8, the default way of its stages 1 and 2.
     """
-    b, stage = work.value_bytes, candidate.zero_stage
+    b, stage, count = work.value_bytes, candidate.zero_stage, candidate.micro_batches
     dense = b * (model.num_sharded_parameters / candidate.tp_size + model.num_whole_parameters)
     experts = b * model.num_expert_parameters / candidate.ep_size
-    reduction = gathers = 0.0
-    for num_bytes, size, group in (
-        (dense, candidate.dp_size, layout.dp_groups[0]),
-        (experts, candidate.edp_size, layout.edp_groups[0]),
-    ):
+    reduction = weights = 0.0
+    for num_bytes, size, speed in ((dense, candidate.dp_size, speeds.dp), (experts, candidate.edp_size, speeds.edp)):
         if size == 1:
             continue
-        speed = machine.ring(group, cluster)
         if stage == 3:
             # Forward and backward each gather a layer; so does computing it again.
             rounds = 3 if candidate.checkpoints else 2
             latency = (model.num_layers - 1) * speed.latency
-            reduction += _gather(num_bytes, size, speed) + latency
-            gathers += rounds * (_gather(num_bytes, size, speed) + latency)
+            reduction += count * (_gather(num_bytes, size, speed) + latency)
+            weights += count * rounds * (_gather(num_bytes, size, speed) + latency)
         else:
-            reduction += _all_reduce(num_bytes, size, speed)
-            gathers += _gather(num_bytes, size, speed) if stage else 0.0
-    return reduction, gathers
+            reduction += (count if stage == 2 else 1) * _all_reduce(num_bytes, size, speed)
+            weights += _gather(num_bytes, size, speed) if stage else 0.0
+    return reduction, weights
 
 
 def _gather(num_bytes: float, num_ranks: int, speed: GroupSpeed) -> float:

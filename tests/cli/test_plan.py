@@ -27,7 +27,8 @@ def test_the_ten_best_with_a_reason_each(capsys: pytest.CaptureFixture[str]) -> 
     assert out.count("EP groups") + out.count("every rank has all experts") == 10
     assert "TP 16 (as printed it can only give 1 or 16)" in out
     assert "plan B: TP 2, EP 8" in out
-    assert "Sequence parallelism is left out" in out
+    assert "16 sequences a step" in out
+    assert "Ours takes TP 1, SP " in out
 
 
 def test_json_has_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
@@ -47,8 +48,9 @@ def test_json_has_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_it_writes_is_what_validate_accepts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "mine.json"
-    assert main([*EXAMPLE, "--write", str(file)]) == 0
-    assert main(["validate", str(file), "--world-size", "16", "--num-experts", "128"]) == 0
+    command = ["plan", "--world-size", "64", "--seq-len", "32768", "--model", "qwen3_235b_a22b"]
+    assert main([*command, "--cluster", "a100x8_ib200", "--write", str(file)]) == 0
+    assert main(["validate", str(file), "--world-size", "64", "--num-experts", "128"]) == 0
     header = json.loads(file.read_text())["ds_hybrid"]["plan"]
     assert header["needs"] == {"activation_checkpoints": True, "loss_chunk": 2048}
     assert header["predicted"]["needs"] == ["checkpoints", "loss in chunks"]

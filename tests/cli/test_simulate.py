@@ -134,7 +134,6 @@ def test_mistakes_are_told(capsys: pytest.CaptureFixture[str]) -> None:
         (["--dispatch", "replicated"], "--dispatch replicated with EP 8, TP 1: expert groups must be the "),
         (["--cluster", "a100"], "a100: neither a file nor one of the machines "),
         (["--article", "--plot", "x.png"], "--plot: draws runs, not the article's table."),
-        (["--article", "--model", "deepseek_v3"], "--article: deepseek_v3 has latent attention."),
         (["--article", "--ep", "4"], "--ep: --article has its own in each row."),
         (["--article", "--wire-dtype", "bf16"], "--wire-dtype: --article has its own in each row."),
         (["--article", "--checkpoints"], "--checkpoints: --article has its own in each row."),

@@ -29,12 +29,11 @@ def test_why_it_differs_names_the_part_that_costs_the_most() -> None:
     model = read_model("qwen3_30b_a3b")
     request = Request(model, Workload(4096), H200, H200.cluster(16), read_routing("uniform", model))
     ours, article = search(request).fitting[0], best_of_sizes(request, 4, 4, "replicated")
-    assert article is not None
+    assert not isinstance(article, str)
     per_token = [
         {name: share * e.time.total / (e.tokens_per_second * e.time.total) for name, share in e.shares}
         for e in (article, ours)
     ]
     part = max(per_token[0], key=lambda name: per_token[0][name] - per_token[1][name])
-    assert f"most of the difference is {part.replace('_', ' ')}" in why_it_differs(article, ours, memory_bytes=1e12)
-    assert why_it_differs(article, ours, memory_bytes=1e9).endswith("GB of 1 GB.")
-    assert why_it_differs(ours, ours, memory_bytes=1e12) == "there is little between them."
+    assert f"most of the difference is {part.replace('_', ' ')}" in why_it_differs(article, ours)
+    assert why_it_differs(ours, ours) == "there is little between them."

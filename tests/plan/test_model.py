@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -136,6 +137,50 @@ def test_wrong_configs(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         shape_of(**changes)
     assert str(raised.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step = 0 (x): must be an integer >= 1."),
+        ({"decoder_sparse_step": 4, "num_hidden_layers": 2}, "decoder_sparse_step = 4 (x): leaves no MoE layer of 2"),
+        ({"mlp_only_layers": "all"}, 'mlp_only_layers = "all" (x): must be a list of integers or null.'),
+        ({"head_dim": "a"}, 'head_dim = "a" (x): must be an integer >= 1.'),
+        ({"max_position_embeddings": "x"}, 'max_position_embeddings = "x" (x): must be an integer >= 1.'),
+        ({"num_key_value_heads": 3}, "num_key_value_heads = 3 (x): must divide num_attention_heads 32."),
+    ],
+)
+def test_what_the_planner_cannot_weigh_is_refused(changes: dict[str, object], message: str) -> None:
+    config = read_table("models", "qwen3_30b_a3b")[0]["config"]
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        model_from_config(config | {"intermediate_size": 512} | changes, label="x", file="x")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"first_k_dense_replace": 61}, "first_k_dense_replace = 61 (x): leaves no MoE layer of 61 layers"),
+        ({"first_k_dense_replace": -1}, "first_k_dense_replace = -1 (x): must be an integer >= 0 or null."),
+        ({"q_lora_rank": "big"}, 'q_lora_rank = "big" (x): must be an integer >= 1.'),
+        ({"moe_layer_freq": 2}, "moe_layer_freq = 2 (x): the planner knows 1 alone."),
+    ],
+)
+def test_latent_models_that_the_planner_cannot_weigh(changes: dict[str, object], message: str) -> None:
+    config = read_table("models", "deepseek_v3")[0]["config"]
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        model_from_config(config | changes, label="x", file="x")
+
+
+def test_null_takes_the_default() -> None:
+    config = read_table("models", "deepseek_v3")[0]["config"]
+    assert model_from_config(config | {"first_k_dense_replace": None}, label="x", file="x").num_dense_layers == 0
+
+
+def test_a_table_whose_config_is_no_mapping(tmp_path: Path) -> None:
+    file = tmp_path / "model.yaml"
+    file.write_text("config: [1]\n")
+    with pytest.raises(ConfigError, match="must hold the keys of a Hugging Face"):
+        read_model(str(file))
 
 
 def test_an_unknown_name_gets_the_nearest_one() -> None:

@@ -7,56 +7,43 @@ from dataclasses import replace
 import pytest
 
 from ds_hybrid.dispatch.predict import GroupSpeed
-from ds_hybrid.plan.candidate import Workload
+from ds_hybrid.plan.candidate import Candidate, Workload
 from ds_hybrid.plan.machine import read_machine
 from ds_hybrid.plan.model_file import read_model
-from ds_hybrid.plan.sequence import shared_out
-from ds_hybrid.plan.time import StepTime
+from ds_hybrid.plan.sequence import Gathers, gathers
 
 QWEN = read_model("qwen3_30b_a3b")
 A100 = read_machine("a100x8_ib200")
-WHOLE = StepTime(
-    dense=8.0,
-    experts=4.0,
-    memory_bound=2.0,
-    dispatch=0.0,
-    tensor_parallel=0.0,
-    reduction=0.5,
-    gathers=0.25,
-    optimizer=1,
-)
+SPEED = GroupSpeed(0.0, 1e11)
+KV_BYTES = 2 * 4 * 128 * 2
+"""Of a token: keys and values of 4 heads x 128 in bf16."""
 
 
-def shared(seq_len: int, *, hides: bool, checkpoints: bool = False, flops: float = 1e14) -> StepTime:
-    return shared_out(
-        WHOLE,
-        QWEN,
-        Workload(seq_len),
-        replace(A100, matmul_flops=flops),
-        GroupSpeed(1e-5, 1e11),
-        num_shards=4,
-        hides=hides,
-        checkpoints=checkpoints,
-    )
+def of(sp_size: int = 4, *, flops: float = 1e14, checkpoints: bool = False, seq_len: int = 8192) -> Gathers:
+    candidate = Candidate(16, 1, 8, 1, "two_stage", checkpoints, sp_size=sp_size)
+    return gathers(QWEN, Workload(seq_len), candidate, replace(A100, matmul_flops=flops), SPEED)
 
 
-@pytest.mark.parametrize(("checkpoints", "passes"), [(False, 2), (True, 3)])
-def test_gathers_that_are_waited_for(checkpoints: bool, passes: int) -> None:
-    """K and V of 4 heads x 128 in bf16; a rank gets three quarters of them from others."""
-    step = shared(8192, hides=False, checkpoints=checkpoints)
-    gather = 1e-5 + 8192 * 2 * 4 * 128 * 2 * 0.75 / 1e11
-    assert step.tensor_parallel == pytest.approx(48 * passes * gather)
-    assert (step.dense, step.experts, step.memory_bound) == (2.0, 1.0, 0.5)
-    assert (step.reduction, step.gathers, step.optimizer, step.hidden) == (0.5, 0.25, 1, 0.0)
+def test_nothing_travels_where_sequences_are_whole() -> None:
+    assert of(1) == Gathers()
 
 
-def test_all_hides_under_long_attention_and_little_under_a_fast_one() -> None:
-    waited = shared(8192, hides=False).tensor_parallel
-    slow = shared(8192, hides=True)
-    assert slow.tensor_parallel == pytest.approx(0.0, abs=1e-12)
-    assert slow.hidden == pytest.approx(waited)
-    fast = shared(8192, hides=True, flops=1e18)
-    # Scores and values, causal: 2 * 32 heads * 256 * 8192 / 2 FLOPs of 2048 tokens; three of four blocks; 1 + 2.
-    beside = 48 * 3 * 2048 * (2 * 32 * 256 * 8192 / 2) / 1e18 * 0.75
-    assert fast.hidden == pytest.approx(beside)
-    assert fast.tensor_parallel == pytest.approx(waited - beside)
+@pytest.mark.parametrize(("checkpoints", "num_forwards"), [(False, 1), (True, 2)])
+def test_what_leaves_a_rank(checkpoints: bool, num_forwards: int) -> None:
+    """Forward sends the shard to three ranks; backward sends it again, and as much of gradients home."""
+    gathered = of(checkpoints=checkpoints)
+    assert gathered.wire_bytes == 48 * (num_forwards + 2) * 3 * 2048 * KV_BYTES
+
+
+def test_time_of_the_link_is_exposed_or_hidden() -> None:
+    """Bytes over the bandwidth, whatever the compute: a slow one hides them all, none is hidden by an endless rate."""
+    slow, quick = of(flops=1e12), of(flops=1e30)
+    assert slow.exposed + slow.hidden == pytest.approx(slow.wire_bytes / SPEED.bandwidth)
+    assert slow.exposed < 0.05 * slow.hidden
+    assert quick.hidden == pytest.approx(0, abs=1e-9)
+    assert quick.exposed == pytest.approx(quick.wire_bytes / SPEED.bandwidth)
+
+
+def test_what_is_held_is_in_proportion_to_the_sequence() -> None:
+    assert 0 < of().held < 4 * 8192 * KV_BYTES
+    assert of(seq_len=16384).held == pytest.approx(2 * of().held)

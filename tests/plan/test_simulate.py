@@ -18,8 +18,9 @@ from ds_hybrid.plan.machine import Machine, read_machine
 from ds_hybrid.plan.model_file import read_model
 from ds_hybrid.plan.popularity import Popularity, read_popularity
 from ds_hybrid.plan.routing import read_routing
+from ds_hybrid.plan.sequence import Gathers
 from ds_hybrid.plan.simulate import Outcome, Setting, simulate
-from ds_hybrid.plan.time import dispatch_cost, step_time
+from ds_hybrid.plan.time import dispatch_cost, rings, step_time
 from ds_hybrid.plan.windows import RebalancePolicy
 from ds_hybrid.rebalance.policy import propose
 from ds_hybrid.topology.layout import consecutive_groups, plan_layout
@@ -53,7 +54,7 @@ def test_even_routing_is_the_planners_step(mode: Mode, tp_size: int, ep_size: in
     demand = read_routing("uniform", QWEN).demand(ep_size, 2 if mode == "hierarchical" else 1)
     candidate = Candidate(16, tp_size, ep_size, 1, mode)
     cost = dispatch_cost(QWEN, WORK, candidate, demand, A100, cluster, layout.ep_groups[0])
-    planned = step_time(QWEN, WORK, candidate, demand, A100, cluster, layout, cost)
+    planned = step_time(QWEN, WORK, candidate, demand, A100, rings(A100, cluster, layout), cost, Gathers())
     outcome = play(EVEN, mode, ep_size, setting(tp_size=tp_size))
     assert outcome.dispatch_seconds == pytest.approx(np.full(3, planned.dispatch), rel=1e-9)
     assert outcome.wire_bytes == pytest.approx(np.full(3, 48 * cost.wire_bytes * 16 / ep_size), rel=1e-9)

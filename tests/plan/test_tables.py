@@ -36,6 +36,7 @@ def test_a_file_goes_before_a_table_of_its_name(tmp_path: Path, monkeypatch: pyt
     [
         ("- 1\n", "must hold keys and values, not a list"),
         ("a: 1\nb: [\n", "line 3: .* Write YAML or JSON"),
+        ("a: \x00", "not a text of YAML or JSON"),
         ("", "must hold keys and values, not a NoneType"),
     ],
 )
@@ -43,6 +44,15 @@ def test_what_is_no_table(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         read_table("machines", str(tmp_path / "mine.yaml"))
+
+
+def test_json_may_be_indented_with_tabs(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text('{\n\t"a": 1\n}')
+    assert read_table("models", str(file))[0] == {"a": 1}
+    file.write_text("{\n")
+    with pytest.raises(ConfigError, match=r"line 2: .* Write JSON"):
+        read_table("models", str(file))
 
 
 def test_an_unknown_name_gets_the_nearest() -> None:

@@ -27,13 +27,12 @@ def test_rows_are_runs() -> None:
     plan_b = rows[4]
     assert plan_b.technique == "3. plan B: EP 8"
     assert plan_b.together is not None
-    where = replace(SETTING, tp_size=2, checkpoints=True, wire_dtype="fp8_e4m3")
+    where = replace(SETTING, tp_size=2, micro_batches=2, checkpoints=True, wire_dtype="fp8_e4m3")
     (outcome,) = simulate(where, RUN, modes=["two_stage"], ep_sizes=[8], policies=[POLICY])
     assert plan_b.together.tokens_per_second == outcome.tokens_per_second
     assert plan_b.together.step == outcome.step_seconds.mean()
-    (outcome,) = simulate(
-        replace(SETTING, tp_size=4, checkpoints=True), RUN, modes=["alltoall"], ep_sizes=[8], policies=[POLICY]
-    )
+    base = replace(SETTING, tp_size=4, micro_batches=4, checkpoints=True)
+    (outcome,) = simulate(base, RUN, modes=["alltoall"], ep_sizes=[8], policies=[POLICY])
     assert plan_b.alone.tokens_per_second == outcome.tokens_per_second
 
 
@@ -41,7 +40,7 @@ def test_rows_beside_the_sum_are_runs_too() -> None:
     """Plan A by replicated tokens, and both ways to move experts: each alone on the base."""
     plan_a, round_robin, swap = techniques(SETTING, RUN, POLICY)[5:8]
     assert (plan_a.together, round_robin.together) == (None, None)
-    base = replace(SETTING, tp_size=4, checkpoints=True)
+    base = replace(SETTING, tp_size=4, micro_batches=4, checkpoints=True)
     for row, mode, algorithm in (
         (plan_a, "replicated", "static"),
         (round_robin, "alltoall", "article_round_robin"),
@@ -65,6 +64,11 @@ def test_what_must_hold_of_any_of_them() -> None:
     assert rows["5b"].alone.step < rows["5a"].alone.step
 
 
-def test_latent_attention_is_not_known() -> None:
-    with pytest.raises(ConfigError, match="--article: deepseek_v3 has latent attention"):
-        techniques(replace(SETTING, model=read_model("deepseek_v3")), RUN, POLICY)
+def test_every_row_takes_the_same_tokens_in_a_step() -> None:
+    for row in techniques(SETTING, RUN, POLICY):
+        assert row.alone.tokens_per_second * row.alone.step == pytest.approx(16 * 32768), row.technique
+
+
+def test_ranks_that_the_layouts_do_not_divide() -> None:
+    with pytest.raises(ConfigError, match="--article: its layouts share 12 ranks out over 8 ranks"):
+        techniques(replace(SETTING, cluster=MACHINE.cluster(12)), RUN, POLICY)

@@ -14,8 +14,10 @@ from ds_hybrid.plan.candidate import Candidate, Workload
 from ds_hybrid.plan.machine import Machine, read_machine
 from ds_hybrid.plan.model_file import read_model
 from ds_hybrid.plan.routing import read_routing
-from ds_hybrid.plan.time import DispatchCost, StepTime, dispatch_cost, step_time
-from ds_hybrid.topology.layout import plan_layout
+from ds_hybrid.plan.sequence import gathers
+from ds_hybrid.plan.time import DispatchCost, StepTime, dispatch_cost, rings, step_time
+from ds_hybrid.topology.hostfile import parse_hostfile
+from ds_hybrid.topology.layout import consecutive_groups, plan_layout
 
 QWEN = read_model("qwen3_30b_a3b")
 A100 = read_machine("a100x8_ib200")
@@ -40,7 +42,9 @@ def time_of(candidate: Candidate, machine: Machine = A100, work: Workload = WORK
     layout = plan_layout(cluster, world_size=candidate.world_size, tp_size=candidate.tp_size, ep_size=candidate.ep_size)
     demand = read_routing(routing, QWEN).demand(candidate.ep_size)
     cost = dispatch_cost(QWEN, work, candidate, demand, machine, cluster, layout.ep_groups[0])
-    return step_time(QWEN, work, candidate, demand, machine, cluster, layout, cost)
+    speeds = rings(machine, cluster, layout, candidate.sp_size)
+    gathered = gathers(QWEN, work, candidate, machine, speeds.sp)
+    return step_time(QWEN, work, candidate, demand, machine, speeds, cost, gathered)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -79,22 +83,32 @@ def test_two_stage_is_near_the_bound_and_replicated_has_none() -> None:
     assert layer_cost("replicated", 4, tp_size=4).ratio is None
 
 
-def test_replicated_is_three_all_reduces() -> None:
-    """Outputs, their gradients, and those of the float32 routing weights, in rings of four."""
+def test_replicated_is_three_all_reduces_and_a_header() -> None:
+    """Outputs, their gradients, and those of the float32 routing weights, in rings of four; bytes as counted."""
     cost = layer_cost("replicated", 4, machine=PLAIN, tp_size=4)
     num_bytes = 4096 * (2 * 2048 * 2 + 8 * 4)
-    assert cost.seconds == pytest.approx(2 * 3 / 4 * num_bytes / 1e9)
-    assert cost.wire_bytes == pytest.approx(4 * 2 * 3 / 4 * num_bytes)
+    assert cost.seconds == pytest.approx(2 * 3 / 4 * num_bytes / 1e9, rel=1e-5)
+    shape = WireShape(4, 128, 8, 2048, 2)
+    ranks = [np.zeros((4096, 8), dtype=np.int64)] * 4
+    parts = [count("replicated", ranks, shape) for count in (forward_traffic, backward_traffic)]
+    assert cost.wire_bytes == sum(int((part.payload + part.metadata).sum()) for part in parts)
 
 
 def test_compute_by_hand() -> None:
-    """Forward once and backward twice, and once more with checkpoints, which leave the logits alone."""
+    """Forward once and backward twice (of fused attention two and a half times), and once more with checkpoints, which
+    leave the logits alone.
+    """
     head = 2.0 * 151936 * 2048
     scores = QWEN.score_flops(4096, causal=True)
     forward = QWEN.whole_flops + QWEN.projection_flops + scores
-    assert time_of(BASE, PLAIN).dense == pytest.approx(4096 * 3 * forward / 1e12)
-    assert time_of(replace(BASE, checkpoints=True), PLAIN).dense == pytest.approx(4096 * (4 * forward - head) / 1e12)
-    assert time_of(replace(BASE, chunked_loss=True), PLAIN).dense == pytest.approx(4096 * (3 * forward + head) / 1e12)
+    once = 3 * forward + scores / 2
+    assert time_of(BASE, PLAIN).dense == pytest.approx(4096 * once / 1e12)
+    again = once + forward - head
+    assert time_of(replace(BASE, checkpoints=True), PLAIN).dense == pytest.approx(4096 * again / 1e12)
+    assert time_of(replace(BASE, chunked_loss=True), PLAIN).dense == pytest.approx(4096 * (once + head) / 1e12)
+    eager = QWEN.whole_flops + QWEN.projection_flops + QWEN.score_flops(4096, causal=False)
+    dense = time_of(BASE, PLAIN, replace(WORK, attention="eager")).dense
+    assert dense == pytest.approx(4096 * 3 * eager / 1e12)
     assert time_of(BASE, PLAIN).experts == pytest.approx(4096 * 3 * QWEN.expert_flops / 1e12)
 
 
@@ -108,11 +122,12 @@ def test_the_busiest_rank_sets_the_pace_of_the_experts() -> None:
 
 def test_tensor_parallelism_speeds_up_attention_alone() -> None:
     alone, shared = time_of(BASE, PLAIN).dense, time_of(replace(BASE, tp_size=2), PLAIN).dense
-    attention = 4096 * 3 * (QWEN.projection_flops + QWEN.score_flops(4096, causal=True)) / 1e12
+    attention = 4096 * (3 * QWEN.projection_flops + 3.5 * QWEN.score_flops(4096, causal=True)) / 1e12
     assert alone - shared == pytest.approx(attention / 2)
     assert time_of(BASE).tensor_parallel == 0
-    # Each layer: an all-reduce after attention and one before it, backward; two gathers of tokens, one of weights.
-    num_bytes = 48 * 4096 * (2 * 2 * 2048 * 2 + 2 * 2048 * 2 + 8 * 4)
+    # Each layer: an all-reduce after attention, and backward in float32 one before it and of the norms of queries and
+    # keys; two gathers of tokens, one of weights.
+    num_bytes = 48 * (4096 * (2 * 2048 * 2 + 2 * 2048 * 4 + 2 * 2048 * 2 + 8 * 4) + 2 * 2 * 128 * 4)
     assert time_of(replace(BASE, tp_size=2), PLAIN).tensor_parallel == pytest.approx(num_bytes / 2 / 1e9)
 
 
@@ -135,6 +150,34 @@ def test_zero_3_hides_what_compute_covers() -> None:
     assert hidden.reduction == hidden.gathers == pytest.approx(0, abs=1e-9)
     assert hidden.hidden == pytest.approx(exposed.reduction + exposed.gathers)
     assert time_of(stage_3, replace(slow, overlap=0.0)).reduction == pytest.approx(exposed.reduction)
+
+
+def test_a_step_of_several_micro_batches_adds_up_and_updates_once() -> None:
+    once, thrice = time_of(BASE), time_of(replace(BASE, micro_batches=3))
+    parts = ("dense", "experts", "memory_bound", "dispatch")
+    assert [getattr(thrice, part) for part in parts] == pytest.approx([3 * getattr(once, part) for part in parts])
+    assert (thrice.reduction, thrice.gathers, thrice.optimizer) == (once.reduction, once.gathers, once.optimizer)
+    by_stage = [time_of(replace(BASE, zero_stage=stage, micro_batches=3)).reduction for stage in (2, 3)]
+    assert by_stage[0] == pytest.approx(3 * time_of(replace(BASE, zero_stage=2)).reduction)
+
+
+def test_adam_by_hand() -> None:
+    """Gradient read, moments and master read and written in float32; the 16-bit weight written."""
+    slow = replace(PLAIN, memory_bytes_per_second=1e9)
+    float32 = replace(WORK, value_bytes=4)
+    owned = QWEN.num_dense_parameters / 16 + QWEN.num_expert_parameters / 16
+    whole = QWEN.num_dense_parameters + QWEN.num_expert_parameters / 8
+    assert time_of(BASE, slow).optimizer == pytest.approx(30 * owned / 1e9)
+    assert time_of(BASE, slow, float32).optimizer == pytest.approx(32 * owned / 1e9)
+    assert time_of(replace(BASE, zero_stage=0), slow, float32).optimizer == pytest.approx(28 * whole / 1e9)
+
+
+def test_the_slowest_group_sets_the_pace() -> None:
+    """Ranks 2 and 3 of hosts of 3 and 5 ranks lie on two hosts, ranks 0 and 1 on one."""
+    cluster = A100.cluster_of(parse_hostfile("a slots=3\nb slots=5\n", name="hosts"))
+    layout = plan_layout(cluster, world_size=8, tp_size=2, ep_size=2, expert_groups=consecutive_groups(8, 2))
+    assert layout.tp_groups[0] == (0, 1)
+    assert rings(A100, cluster, layout).tp == A100.ring((2, 3), cluster) != A100.ring((0, 1), cluster)
 
 
 def test_what_is_hidden_is_no_part_of_the_step() -> None:

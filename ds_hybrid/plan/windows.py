@@ -38,7 +38,7 @@ class RebalancePolicy:
     algorithm: Algorithm
     interval: int = 50
     half_life: float = 50.0
-    min_gain: float = 0.05
+    min_gain: float = 0.02
     horizon: int = 200
     first: int = 50
 

@@ -8,7 +8,7 @@ position ids and the padding of the whole sequence, which the ranks of a group t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ds_hybrid.attention.masks import Rule, Sight, documents_of, has_stray_positions
 from ds_hybrid.attention.scheduled import ScheduledAttention
 from ds_hybrid.attention.shards import Shards
+from ds_hybrid.dispatch.spans import SILENT, Spans
 from ds_hybrid.errors import ConfigError
 
 _SWITCH = "ds_hybrid.attention.kv_gather"
@@ -25,26 +26,31 @@ _KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
 _UNKNOWN_ARGUMENTS = ("softcap", "s_aux", "position_bias", "head_mask", "cu_seq_lens_q", "cu_seq_lens_k", "block_table")
 """What some models' attention takes that changes the scores, and is not known here."""
 _NOT_ONE_SEQUENCE = (
-    f"{_SWITCH}: the position_ids of the ranks do not make one sequence: they must go on by one, or restart at 0 where "
-    "a packed document begins. Each rank holds an early and a late chunk of it, as engine.sequence_parallel.batches and "
-    ".shard give them: give the model those, not the whole batch."
+    f"{_SWITCH}: the position_ids of the ranks do not make one sequence: they must go on by one, or restart at 0 "
+    "where a packed document begins. Each rank holds an early and a late chunk of it, as "
+    "engine.sequence_parallel.batches and .shard give them: give the model those, not the whole batch."
 )
 
 
-def switch_attention(model: nn.Module, attention: ScheduledAttention, name: str) -> None:
+def switch_attention(model: nn.Module, attention: ScheduledAttention, name: str) -> SharedAttention:
     """Let every attention layer of ``model`` reach over the sequence-parallel group of ``attention``.
 
     Args:
         model: one that :func:`refuse_model` does not refuse.
         attention: exchanges keys and values.
         name: what transformers' registries are to call it; one for each group.
+
+    Returns:
+        what all layers call.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(name, SharedAttention(attention))
+    shared = SharedAttention(attention)
+    AttentionInterface.register(name, shared)
     AttentionMaskInterface.register(name, padding_alone)
     for part in hugging_face_models(model):
         part.set_attn_implementation(name)
+    return shared
 
 
 def refuse_model(model: nn.Module) -> None:
@@ -162,11 +168,15 @@ class SharedAttention:
     """An attention function as transformers calls it, over the ranks of a sequence-parallel group.
 
     Every rank of the group calls every layer, in evaluation too.
+
+    Attributes:
+        spans_of: where a layer's exchanges are noted.
     """
 
     def __init__(self, attention: ScheduledAttention) -> None:
         self._attention = attention
         self._batch: _Batch | None = None
+        self.spans_of: Callable[[nn.Module], Spans] = _silent
 
     def __call__(
         self,
@@ -222,6 +232,9 @@ class SharedAttention:
             attention_mask = attention_mask.is_real
         rule = Rule(causal=causal, window=sliding_window)
         sight = self._sight(rule, position_ids, attention_mask, batch=query.shape[0])
+        meter = self._attention.group.meter
+        meter.begin(training=module.training)
+        meter.watched_by = self.spans_of(module)
         output = self._attention(query, key, value, sight, scale=scaling, dropout=dropout)
         return output.transpose(1, 2), None
 
@@ -259,6 +272,10 @@ class SharedAttention:
         if has_stray_positions(positions, real.bool()):
             raise ConfigError(_NOT_ONE_SEQUENCE)
         return documents_of(positions, real)
+
+
+def _silent(_layer: nn.Module) -> Spans:
+    return SILENT
 
 
 def _versions(position_ids: Tensor, is_real: Tensor | None) -> tuple[int, int]:

@@ -8,7 +8,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_hybrid.attention.hugging_face import hugging_face_models, refuse_model, switch_attention
+from ds_hybrid.attention.hugging_face import (
+    SharedAttention,
+    hugging_face_models,
+    refuse_model,
+    switch_attention,
+)
 from ds_hybrid.attention.scheduled import ScheduledAttention
 from ds_hybrid.config import AttentionConfig, HybridConfig, gathers_kv
 from ds_hybrid.dispatch.collectives import RankGroup
@@ -37,11 +42,13 @@ class SequenceParallel:
     Args:
         groups: who shares sequences.
         attention: exchanges keys and values.
+        shared: what the model's layers call.
     """
 
-    def __init__(self, groups: SequenceGroups, attention: ScheduledAttention) -> None:
+    def __init__(self, groups: SequenceGroups, attention: ScheduledAttention, shared: SharedAttention) -> None:
         self.groups = groups
         self.attention = attention
+        self.shared = shared
         self._engine: Any = None
 
     def of_engine(self, engine: Any) -> None:
@@ -136,14 +143,14 @@ def share_sequences(
     raise_alike(problems)
     groups = make_sequence_groups(document["sequence_parallel_size"])
     attention = _attention_of(groups, config.attention)
-    switch_attention(model, attention, name=f"ds_hybrid_kv_gather_{groups.group.group_name}")
-    return SequenceParallel(groups, attention)
+    shared = switch_attention(model, attention, name=f"ds_hybrid_kv_gather_{groups.group.group_name}")
+    return SequenceParallel(groups, attention, shared)
 
 
 def _attention_of(groups: SequenceGroups, config: AttentionConfig) -> ScheduledAttention:
     assert config.kv_gather != "off"
     return ScheduledAttention(
-        RankGroup(groups.group, Meter()),
+        RankGroup(groups.group, Meter("kv_gather")),
         config.kv_gather,
         wire_dtype=config.wire_dtype,
         memory_bytes=config.memory_bytes,

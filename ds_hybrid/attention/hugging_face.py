@@ -8,37 +8,49 @@ position ids and the padding of the whole sequence, which the ranks of a group t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from ds_hybrid.attention.masks import Rule, Sight, documents_of
+from ds_hybrid.attention.masks import Rule, Sight, documents_of, has_stray_positions
 from ds_hybrid.attention.scheduled import ScheduledAttention
 from ds_hybrid.attention.shards import Shards
+from ds_hybrid.dispatch.spans import SILENT, Spans
 from ds_hybrid.errors import ConfigError
 
 _SWITCH = "ds_hybrid.attention.kv_gather"
 _KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
 _UNKNOWN_ARGUMENTS = ("softcap", "s_aux", "position_bias", "head_mask", "cu_seq_lens_q", "cu_seq_lens_k", "block_table")
 """What some models' attention takes that changes the scores, and is not known here."""
+_NOT_ONE_SEQUENCE = (
+    f"{_SWITCH}: the position_ids of the ranks do not make one sequence: they must go on by one, or restart at 0 "
+    "where a packed document begins. Each rank holds an early and a late chunk of it, as "
+    "engine.sequence_parallel.batches and .shard give them: give the model those, not the whole batch."
+)
 
 
-def switch_attention(model: nn.Module, attention: ScheduledAttention, name: str) -> None:
+def switch_attention(model: nn.Module, attention: ScheduledAttention, name: str) -> SharedAttention:
     """Let every attention layer of ``model`` reach over the sequence-parallel group of ``attention``.
 
     Args:
         model: one that :func:`refuse_model` does not refuse.
         attention: exchanges keys and values.
         name: what transformers' registries are to call it; one for each group.
+
+    Returns:
+        what all layers call.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(name, SharedAttention(attention))
+    shared = SharedAttention(attention)
+    AttentionInterface.register(name, shared)
     AttentionMaskInterface.register(name, padding_alone)
-    for part in _hugging_face_models(model):
+    for part in hugging_face_models(model):
         part.set_attn_implementation(name)
+    return shared
 
 
 def refuse_model(model: nn.Module) -> None:
@@ -51,7 +63,7 @@ def refuse_model(model: nn.Module) -> None:
         ConfigError: it is none; its attention does not come from the registry; its layers mix tokens in a way that is
             not known here; or it has dropout.
     """
-    models = _hugging_face_models(model)
+    models = hugging_face_models(model)
     if not models:
         raise ConfigError(
             f"{_SWITCH}: {type(model).__name__} holds no Hugging Face model, whose attention could be switched. Pass "
@@ -62,13 +74,13 @@ def refuse_model(model: nn.Module) -> None:
         raise ConfigError(*problems)
 
 
-def _hugging_face_models(model: nn.Module) -> list[Any]:
-    """The outermost ones."""
+def hugging_face_models(model: nn.Module) -> list[Any]:
+    """The outermost ones in a module, itself among them."""
     from transformers import PreTrainedModel
 
     if isinstance(model, PreTrainedModel):
         return [model]
-    return [found for child in model.children() for found in _hugging_face_models(child)]
+    return [found for child in model.children() for found in hugging_face_models(child)]
 
 
 def _problems(model: Any) -> Iterator[str]:
@@ -81,6 +93,11 @@ def _problems(model: Any) -> Iterator[str]:
             'attention registry. Set it to "off".'
         )
     config = model.config.get_text_config()
+    if config is not model.config:
+        yield (
+            f"{_SWITCH}: {called} holds more than a language model, and its other parts' attention would be switched "
+            "too. Train its text model alone."
+        )
     others = sorted(set(_layer_kinds(config)) - _KNOWN_LAYERS)
     if others:
         yield (
@@ -105,15 +122,31 @@ def _layer_kinds(config: Any) -> list[str]:
     return list(kinds)
 
 
-def padding_alone(*, attention_mask: Tensor | None = None, use_vmap: bool = False, **_: Any) -> Tensor | None:
-    """In the place of transformers' makers of masks: passes on which tokens of this rank are real, [B, Ls] or None.
+@dataclass(frozen=True)
+class WindowedMask:
+    """The mask of layers with a sliding window: some models tell it to their maker of masks, and not to attention.
+
+    Attributes:
+        is_real: [B, Ls], false at padding; None: no padding.
+        window: as in :class:`ds_hybrid.attention.masks.Rule`.
+    """
+
+    is_real: Tensor | None
+    window: int
+
+
+def padding_alone(
+    *, attention_mask: Tensor | None = None, use_vmap: bool = False, local_size: int | None = None, **_: Any
+) -> Tensor | WindowedMask | None:
+    """In the place of transformers' makers of masks: passes on which tokens of this rank are real, [B, Ls] or None, and
+    how far a token sees where that is limited (``local_size``).
 
     Raises:
         ConfigError: the model adds a rule of its own about who sees whom.
     """
     if use_vmap:
         raise ConfigError(f'{_SWITCH}: this model masks pairs of tokens by a rule of its own. Set it to "off".')
-    return attention_mask
+    return attention_mask if local_size is None else WindowedMask(attention_mask, local_size)
 
 
 @dataclass(frozen=True)
@@ -135,11 +168,15 @@ class SharedAttention:
     """An attention function as transformers calls it, over the ranks of a sequence-parallel group.
 
     Every rank of the group calls every layer, in evaluation too.
+
+    Attributes:
+        spans_of: where a layer's exchanges are noted.
     """
 
     def __init__(self, attention: ScheduledAttention) -> None:
         self._attention = attention
         self._batch: _Batch | None = None
+        self.spans_of: Callable[[nn.Module], Spans] = _silent
 
     def __call__(
         self,
@@ -147,7 +184,7 @@ class SharedAttention:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None,
+        attention_mask: Tensor | WindowedMask | None,
         *,
         dropout: float = 0.0,
         scaling: float | None = None,
@@ -161,7 +198,8 @@ class SharedAttention:
         Args:
             module: the layer; says whether it is causal.
             query: [B, heads, Ls, d]; key [B, kv heads, Ls, d]; value [B, kv heads, Ls, dv].
-            attention_mask: [B, Ls], false at padding, as :func:`padding_alone` passes it on.
+            attention_mask: [B, Ls], false at padding, as :func:`padding_alone` passes it on; with its window or not.
+            sliding_window: as the model says it; it goes before that of the mask.
             position_ids: [B, Ls] or [1, Ls], of this rank's balanced shard.
 
         Returns:
@@ -185,11 +223,18 @@ class SharedAttention:
             shape = "none" if position_ids is None else list(position_ids.shape)
             raise ConfigError(
                 f"{_SWITCH}: position_ids are {shape}: must be [B, {query.shape[2]}], those of this rank's shard. "
-                "engine.sequence_parallel.batches and .shard give them."
+                "engine.sequence_parallel.batches and .shard give them; "
+                f"{type(module).__name__} must hand them on to its attention."
             )
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        if isinstance(attention_mask, WindowedMask):
+            sliding_window = attention_mask.window if sliding_window is None else sliding_window
+            attention_mask = attention_mask.is_real
         rule = Rule(causal=causal, window=sliding_window)
         sight = self._sight(rule, position_ids, attention_mask, batch=query.shape[0])
+        meter = self._attention.group.meter
+        meter.begin(training=module.training)
+        meter.watched_by = self.spans_of(module)
         output = self._attention(query, key, value, sight, scale=scaling, dropout=dropout)
         return output.transpose(1, 2), None
 
@@ -211,30 +256,32 @@ class SharedAttention:
 
     def _documents(self, position_ids: Tensor, is_real: Tensor | None, *, batch: int) -> Tensor:
         """[B, L] of the whole sequence. Collective."""
-        own = position_ids.expand(batch, -1)
+        own = torch.stack([position_ids.expand(batch, -1), torch.ones_like(position_ids).expand(batch, -1)])
         if is_real is not None:
             if is_real.ndim != 2:
                 raise ConfigError(
                     f"{_SWITCH}: attention_mask {list(is_real.shape)}: must be [B, L], 0 at padding; position_ids that "
                     "restart keep packed documents apart."
                 )
-            own = own.masked_fill(~is_real.bool(), -1)
-        of_ranks = self._attention.group.all_gather_metadata(own)  # [n, B, Ls]
-        shards = Shards(own.shape[1] * len(of_ranks), len(of_ranks))
-        positions = shards.unshard(of_ranks.transpose(0, 1).flatten(1))
-        _check_order(positions)
-        return documents_of(positions, positions >= 0)
+            own[1] = is_real
+        of_ranks = self._attention.group.all_gather_metadata(own)  # [n, 2, B, Ls]
+        shards = Shards(own.shape[2] * len(of_ranks), len(of_ranks))
+        if shards.shard_length != own.shape[2]:
+            raise ConfigError(_NOT_ONE_SEQUENCE)
+        positions, real = (shards.unshard(part.transpose(0, 1).flatten(1)) for part in of_ranks.unbind(1))
+        if has_stray_positions(positions, real.bool()):
+            raise ConfigError(_NOT_ONE_SEQUENCE)
+        return documents_of(positions, real)
 
 
-def _check_order(positions: Tensor) -> None:
-    """Positions [B, L] go on by one or start anew; a shard of another kind leaves gaps."""
-    before, after = positions[:, :-1], positions[:, 1:]
-    if ((before >= 0) & (after > before + 1)).any():
-        raise ConfigError(
-            f"{_SWITCH}: the position_ids of the ranks do not make one sequence: they skip places. Each rank holds an "
-            "early and a late chunk of it, as engine.sequence_parallel.batches and .shard give them."
-        )
+def _silent(_layer: nn.Module) -> Spans:
+    return SILENT
 
 
 def _versions(position_ids: Tensor, is_real: Tensor | None) -> tuple[int, int]:
-    return position_ids._version, -1 if is_real is None else is_real._version
+    return _version(position_ids), -1 if is_real is None else _version(is_real)
+
+
+def _version(tensor: Tensor) -> int:
+    """How often it was written to; tensors made for inference do not count that."""
+    return -1 if tensor.is_inference() else tensor._version

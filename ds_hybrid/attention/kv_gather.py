@@ -19,7 +19,11 @@ from ds_hybrid.attention.passes import BackwardPass, Block, ForwardPass, Rules
 from ds_hybrid.attention.ring import Ring, ring_backward, ring_forward
 from ds_hybrid.dispatch.collectives import RankGroup
 from ds_hybrid.dispatch.modes import WireDtype
+from ds_hybrid.dispatch.spans import Spans
 from ds_hybrid.errors import ConfigError
+
+_SPAN = "attention_gather"
+"""Exchanges with the compute that runs meanwhile, in a timeline."""
 
 
 class KVGatherAttention:
@@ -86,6 +90,7 @@ class KVGatherAttention:
             self._exchanges[query.device],
             kv,
             Rules(sight, self._kernel, query.shape[3] ** -0.5 if scale is None else scale),
+            self.group.meter.watched_by,
         )
         return _KVGather.apply(query, key, value, call)
 
@@ -96,6 +101,7 @@ class _Call:
     exchanges: Exchanges
     kv: KVFormat
     rules: Rules
+    spans: Spans
 
     def forward(self, own: Block, run: ForwardPass) -> list[Tensor]:
         """Returns what backward needs of others' keys and values."""
@@ -126,7 +132,8 @@ class _KVGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
         run = ForwardPass(call.rules, query, value.shape[3])
-        kept = call.forward(call.own(key, value), run)
+        with call.exchanges.group.meter.spans.work(_SPAN):
+            kept = call.forward(call.own(key, value), run)
         output = run.merged.output.to(query.dtype)
         ctx.call = call
         ctx.save_for_backward(query, key, value, output, run.merged.lse_for_backward(), *kept)
@@ -137,7 +144,9 @@ class _KVGather(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         query, key, value, output, lse, *kept = ctx.saved_tensors
         run = BackwardPass(ctx.call.rules, query, output, lse, grad_output)
-        grad_key, grad_value = ctx.call.backward(ctx.call.own(key, value), run, kept)
+        ctx.call.exchanges.group.meter.watched_by = ctx.call.spans
+        with ctx.call.spans.back(_SPAN):
+            grad_key, grad_value = ctx.call.backward(ctx.call.own(key, value), run, kept)
         return run.grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), None
 
 

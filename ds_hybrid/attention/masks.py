@@ -60,6 +60,8 @@ class Tile:
 def documents_of(position_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
     """The document of each token: a new one begins where positions do not go on by one.
 
+    After padding inside a row, whose positions may count on or stand still, one begins only where they do not rise.
+
     Args:
         position_ids: [B, L] integers, in the order of the sequence.
         attention_mask: [B, L], 0 at padding; None: no padding.
@@ -67,12 +69,26 @@ def documents_of(position_ids: Tensor, attention_mask: Tensor | None = None) -> 
     Returns:
         [B, L] int64, from 0 in each row; -1 at padding.
     """
-    begins = position_ids[:, 1:] != position_ids[:, :-1] + 1
-    if attention_mask is not None:
-        real = attention_mask.bool()
-        begins = begins | (real[:, 1:] & ~real[:, :-1])
-    documents = torch.nn.functional.pad(begins.long().cumsum(1), (1, 0))
-    return documents if attention_mask is None else documents.masked_fill(~real, PADDING)
+    real = torch.ones_like(position_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+    documents = _breaks(position_ids, real).long().cumsum(1)
+    return documents.masked_fill(~real, PADDING)
+
+
+def has_stray_positions(position_ids: Tensor, real: Tensor) -> Tensor:
+    """[] bool: whether any document but a row's first begins at another position than 0, as parts of a sequence do that
+    were put together wrongly. Arguments as for :func:`documents_of`.
+    """
+    return (_breaks(position_ids, real) & (position_ids != 0)).any()
+
+
+def _breaks(position_ids: Tensor, real: Tensor) -> Tensor:
+    """[B, L] bool: real tokens that do not follow the last real one before them. A row's first is none."""
+    places = torch.arange(position_ids.shape[1], device=position_ids.device).expand_as(position_ids)
+    last = places.masked_fill(~real, -1).cummax(1).values
+    before = torch.nn.functional.pad(last[:, :-1], (1, 0), value=-1)
+    step = position_ids - position_ids.gather(1, before.clamp_min(0))
+    is_next = before == places - 1
+    return real & (before >= 0) & torch.where(is_next, step != 1, step <= 0)
 
 
 class Sight:

@@ -21,6 +21,8 @@ from ds_hybrid.dispatch.modes import WireDtype
 from ds_hybrid.dispatch.predict import GroupSpeed
 
 _MATMUL_SIDE = 512
+_MATMUL_SIDE_ON_ACCELERATOR = 4096
+"""There a smaller product takes as long as it takes to start it."""
 _NUM_REPEATS = 5
 
 
@@ -46,7 +48,8 @@ class ScheduledAttention:
         self.choice: Choice = choice
         self.wire_dtype: WireDtype = wire_dtype
         self.memory_bytes = memory_bytes
-        self._speed, self._matmul_flops = _measured(group)
+        self._speed = _measured_link(group)
+        self._matmul_flops: dict[torch.dtype, float] = {}
         self._made: dict[Attention, KVGatherAttention] = {}
 
     def __call__(
@@ -70,7 +73,7 @@ class ScheduledAttention:
             value_bytes=key.element_size(),
             wire_dtype=self.wire_dtype,
         )
-        attention = self._of(Attention(shape, query.shape[1], sight.rule.causal, sight.rule.window))
+        attention = self._of(Attention(shape, query.shape[1], sight.rule.causal, sight.rule.window), key.dtype)
         return attention(query, key, value, sight, scale=scale, dropout=dropout)
 
     @property
@@ -78,33 +81,49 @@ class ScheduledAttention:
         """What was picked so far, by the sizes."""
         return {attention: made.schedule for attention, made in self._made.items()}
 
-    def _of(self, attention: Attention) -> KVGatherAttention:
+    def _of(self, attention: Attention, dtype: torch.dtype) -> KVGatherAttention:
         if attention not in self._made:
             schedule, reason = choose(
                 self.choice,
                 attention,
                 speed=self._speed,
-                matmul_flops=self._matmul_flops,
+                matmul_flops=self._flops_in(dtype),
                 memory_bytes=self.memory_bytes,
             )
             log_dist(f"ds_hybrid.attention.kv_gather: {reason}", ranks=[0], level=logging.INFO)
             self._made[attention] = KVGatherAttention(self.group, schedule, wire_dtype=self.wire_dtype)
         return self._made[attention]
 
+    def _flops_in(self, dtype: torch.dtype) -> float:
+        """Measured when the first tensors of a dtype come, on all ranks at once."""
+        if dtype not in self._matmul_flops:
+            self._matmul_flops[dtype] = _measured_flops(self.group, dtype)
+        return self._matmul_flops[dtype]
 
-def _measured(group: RankGroup) -> tuple[GroupSpeed, float]:
-    """The link and the matrix products of the slowest rank, so that all ranks pick alike. Collective."""
+
+def _measured_link(group: RankGroup) -> GroupSpeed:
+    """The link of the slowest rank, so that all ranks pick alike. Collective."""
     link = measure_link(group)
-    device = get_accelerator().current_device_name()
-    slowest = torch.tensor([link.latency, 1 / link.bandwidth, 1 / _matmul_flops(device)], dtype=torch.float64)
-    slowest = slowest.to(device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group.process_group)
-    latency, per_byte, per_flop = slowest.tolist()
-    return GroupSpeed(latency, 1 / per_byte), 1 / per_flop
+    latency, per_byte = _slowest(group, link.latency, 1 / link.bandwidth)
+    return GroupSpeed(latency, 1 / per_byte)
 
 
-def _matmul_flops(device: str) -> float:
-    matrix = torch.ones(_MATMUL_SIDE, _MATMUL_SIDE, device=device)
+def _measured_flops(group: RankGroup, dtype: torch.dtype) -> float:
+    """Matrix products of the slowest rank. Collective."""
+    (per_flop,) = _slowest(group, 1 / _matmul_flops(get_accelerator().current_device_name(), dtype))
+    return 1 / per_flop
+
+
+def _slowest(group: RankGroup, *seconds: float) -> list[float]:
+    of_group = torch.tensor(seconds, dtype=torch.float64).to(get_accelerator().current_device_name())
+    dist.all_reduce(of_group, op=dist.ReduceOp.MAX, group=group.process_group)
+    slowest: list[float] = of_group.tolist()
+    return slowest
+
+
+def _matmul_flops(device: str, dtype: torch.dtype) -> float:
+    side = _MATMUL_SIDE if torch.device(device).type == "cpu" else _MATMUL_SIDE_ON_ACCELERATOR
+    matrix = torch.ones(side, side, device=device, dtype=dtype)
     seconds = []
     for _ in range(1 + _NUM_REPEATS):  # the first one warms up
         get_accelerator().synchronize()
@@ -112,4 +131,4 @@ def _matmul_flops(device: str) -> float:
         torch.mm(matrix, matrix)
         get_accelerator().synchronize()
         seconds.append(time.perf_counter() - start)
-    return 2 * _MATMUL_SIDE**3 / max(min(seconds[1:]), 1e-9)
+    return 2 * side**3 / max(min(seconds[1:]), 1e-9)

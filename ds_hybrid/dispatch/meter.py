@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ds_hybrid.dispatch.arrived import Arrived, Experts
-from ds_hybrid.dispatch.modes import Mode
+from ds_hybrid.dispatch.modes import Sender
 from ds_hybrid.dispatch.spans import SILENT, Spans
 from ds_hybrid.dispatch.stopwatch import Stopwatch
 
@@ -40,7 +40,7 @@ class WireBytes:
 
     payload: int = 0
     metadata: int = 0
-    by_mode: Mapping[Mode, int] = field(default_factory=dict)
+    by_mode: Mapping[Sender, int] = field(default_factory=dict)
     lower_bound: int = 0
     num_tokens: int = 0
     num_arrived: int = 0
@@ -67,13 +67,13 @@ class Meter:
     """Adds up the traffic of one layer on one rank.
 
     Attributes:
-        mode: which dispatcher sends.
+        mode: who sends.
         computing: runs while its experts do, in training's forward, recomputation apart.
         watched_by: where the works of training's calls are noted.
     """
 
-    def __init__(self, mode: Mode = "alltoall") -> None:
-        self.mode: Mode = mode
+    def __init__(self, mode: Sender = "alltoall") -> None:
+        self.mode: Sender = mode
         self.computing = Stopwatch()
         self.watched_by = SILENT
         self._training, self._evaluation = _Account(), _Account()
@@ -151,7 +151,7 @@ class Meter:
         return since
 
     def _total(self, *accounts: _Account) -> WireBytes:
-        by_mode: Counter[Mode] = Counter()
+        by_mode: Counter[Sender] = Counter()
         for account in accounts:
             by_mode.update(account.by_mode)
         return WireBytes(
@@ -172,7 +172,7 @@ class _Account:
 
     payload: int = 0
     metadata: int = 0
-    by_mode: Counter[Mode] = field(default_factory=Counter)
+    by_mode: Counter[Sender] = field(default_factory=Counter)
     num_tokens: int = 0
     num_arrived: int = 0
     lower_bound: Tensor | None = None

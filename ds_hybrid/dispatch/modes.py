@@ -4,6 +4,9 @@ from typing import Literal, get_args
 
 Mode = Literal["alltoall", "allgather", "two_stage", "hierarchical", "replicated"]
 
+Sender = Literal[Mode, "kv_gather"]
+"""Whose bytes a meter counts: a dispatcher's, or those of attention over sequences that ranks share."""
+
 ALL_MODES: tuple[Mode, ...] = get_args(Mode)
 
 MODES: tuple[Mode, ...] = ("alltoall", "allgather", "two_stage")

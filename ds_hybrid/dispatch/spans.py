@@ -56,6 +56,10 @@ class Spans:
         """Notes a work of forward."""
         return nullcontext()
 
+    def back(self, name: str) -> AbstractContextManager[None]:
+        """Notes a work of backward that runs as one."""
+        return nullcontext()
+
     def steps(self, name: str, work: Steps[Result]) -> Steps[Result]:
         """The same work, noted between each two of its pauses."""
         return work
@@ -87,13 +91,19 @@ class LayerSpans(Spans):
         self._log = log
         self._layer = layer
 
+    def work(self, name: str) -> AbstractContextManager[None]:
+        return self._noted(name, "recompute" if _is_in_backward() else "forward")
+
+    def back(self, name: str) -> AbstractContextManager[None]:
+        return self._noted(name, "backward")
+
     @contextmanager
-    def work(self, name: str) -> Iterator[None]:
+    def _noted(self, name: str, phase: str) -> Iterator[None]:
         begin = instant()
         try:
             yield
         finally:
-            self._log.add(name, "recompute" if _is_in_backward() else "forward", self._layer, begin)
+            self._log.add(name, phase, self._layer, begin)
 
     def steps(self, name: str, work: Steps[Result]) -> Steps[Result]:
         try:

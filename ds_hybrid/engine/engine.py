@@ -32,6 +32,7 @@ from deepspeed.runtime.tensor_parallel.init_utils import merge_tp_model_init_int
 from deepspeed.utils import groups, log_dist
 from torch import Tensor, nn
 
+from ds_hybrid.attention.hugging_face import SharedAttention
 from ds_hybrid.config import HybridConfig, check, find_warnings, name_of, read_document
 from ds_hybrid.engine.adapters import base_model, refuse_adapted_experts
 from ds_hybrid.engine.agreement import compare_ranks, raise_alike
@@ -144,7 +145,10 @@ class MoEEngine(DeepSpeedEngine):
                 no_nvlink=no_nvlink,
             )
 
-        return Observer(config, layers, self.module, self.monitor, self.cluster, describe)
+        return Observer(config, layers, self.module, self.monitor, self.cluster, describe, self._shared_attention())
+
+    def _shared_attention(self) -> SharedAttention | None:
+        return None if self.sequence_parallel is None else self.sequence_parallel.shared
 
     def _configure_expert_parallel(self, model: nn.Module, collect_sources: bool | None = None) -> Any:
         refuse_adapted_experts(model, converting=self.expert_parallel_is_on())

@@ -17,9 +17,10 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger
 from torch import Tensor, nn
 
+from ds_hybrid.attention.hugging_face import SharedAttention
 from ds_hybrid.config import ObserveConfig
 from ds_hybrid.dispatch.choose import DispatcherChange
-from ds_hybrid.dispatch.spans import SILENT, LayerSpans, SpanLog
+from ds_hybrid.dispatch.spans import SILENT, LayerSpans, SpanLog, Spans
 from ds_hybrid.dispatch.stopwatch import Instant, instant, seconds_between
 from ds_hybrid.engine.agreement import raise_alike
 from ds_hybrid.engine.moe_stats import StatsReader
@@ -82,6 +83,7 @@ class Observer(Unobserved):
         module: the whole model, whose forwards tell training from evaluation.
         monitor: DeepSpeed's, which writes on rank 0.
         cluster: the hosts; the first rank of each reads its NVLinks.
+        attention: over sequences that ranks share; None: there is none.
         describe: gives the run's first record; its argument says why there is no NVLink use, if there is none.
 
     Raises:
@@ -96,9 +98,13 @@ class Observer(Unobserved):
         monitor: Any,
         cluster: Cluster,
         describe: Callable[[str | None], RunRecord],
+        attention: SharedAttention | None = None,
     ) -> None:
         self._interval = config.interval
         self._layers = {layer.layer_name: layer for layer in layers}
+        self._attention = attention
+        self._name_of = {part: name for name, part in module.named_modules()}
+        self._attention_layers: list[nn.Module] = []
         self._monitor = monitor
         self._rank = dist.get_rank()
         self._stats = StatsReader(layers, training_alone=True)
@@ -240,6 +246,16 @@ class Observer(Unobserved):
         self._log = SpanLog() if is_wanted else None
         for number, layer in enumerate(self._layers.values()):
             layer.meter.watched_by = SILENT if self._log is None else LayerSpans(self._log, number)
+        if self._attention is not None:
+            self._attention.spans_of = self._spans_of_attention
+
+    def _spans_of_attention(self, layer: nn.Module) -> Spans:
+        """Attention layers are numbered after the MoE layers, as they first run: in one order on all ranks."""
+        if self._log is None:
+            return SILENT
+        if layer not in self._attention_layers:
+            self._attention_layers.append(layer)
+        return LayerSpans(self._log, len(self._layers) + self._attention_layers.index(layer))
 
     def _record(self, progress: Progress) -> None:
         """Gather everything on rank 0, and write it. Collective."""
@@ -268,7 +284,10 @@ class Observer(Unobserved):
         self._monitor.write_events(monitor_events(record))
         if self._log is not None:
             of_rank = [theirs for _, theirs in gathered]
-            self._write(timeline_record(of_rank, list(self._layers), time=record.time, step=progress.step))
+            self._write(timeline_record(of_rank, self._layer_names(), time=record.time, step=progress.step))
+
+    def _layer_names(self) -> list[str]:
+        return [*self._layers, *(self._name_of.get(layer, "attention") for layer in self._attention_layers)]
 
     def _report(self) -> RankReport:
         accelerator = get_accelerator()

@@ -39,7 +39,7 @@ def shard_batch(batch: Mapping[str, Any], groups: SequenceGroups) -> dict[str, A
 
     Returns:
         The same keys, tensors [B, Ls, ...] of Ls tokens, equal on all ranks: an early and a late chunk of every row,
-        padded where L does not divide into 2n chunks. ``position_ids`` is always there, ``attention_mask`` where
+        padded where L does not divide into 2n chunks. ``position_ids`` is always there, ``attention_mask`` (bool) where
         anything is padding, and ``labels`` have become ``shift_labels``: the label of the next token of the whole row.
 
     Raises:
@@ -59,7 +59,10 @@ def shard_batch(batch: Mapping[str, Any], groups: SequenceGroups) -> dict[str, A
         positions = torch.arange(length, device=tokens.device)[None]
     whole["position_ids"] = positions.expand(rows, length)
     if shards.padded_length > length and "attention_mask" not in whole:
-        whole["attention_mask"] = torch.ones(rows, length, dtype=torch.long, device=tokens.device)
+        whole["attention_mask"] = torch.ones(rows, length, dtype=torch.bool, device=tokens.device)
+    if "attention_mask" in whole:
+        # transformers makes one anew for each kind of layers unless it is bool already.
+        whole["attention_mask"] = whole["attention_mask"].bool()
     return {
         key: _part(value, shards, groups.rank, fill=_FILL.get(key, 0)) if _is_by_token(value, rows, length) else value
         for key, value in whole.items()
@@ -175,9 +178,12 @@ def _on(device: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _bytes(batch: Mapping[str, Any]) -> bytes:
-    tokens = batch.get("input_ids", batch.get("inputs_embeds"))
-    return b"" if tokens is None else repr(tuple(tokens.shape)).encode() + _content(tokens)
+    """All tensors of a batch, with their names, kinds and shapes."""
+    tensors = {key: value for key, value in sorted(batch.items()) if isinstance(value, Tensor)}
+    return b"".join(
+        f"{key} {value.dtype} {tuple(value.shape)}".encode() + _content(value) for key, value in tensors.items()
+    )
 
 
-def _content(tokens: Tensor) -> bytes:
-    return tokens.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+def _content(values: Tensor) -> bytes:
+    return values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()

@@ -8,7 +8,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_hybrid.attention.hugging_face import refuse_model, switch_attention
+from ds_hybrid.attention.hugging_face import (
+    SharedAttention,
+    hugging_face_models,
+    refuse_model,
+    switch_attention,
+)
 from ds_hybrid.attention.scheduled import ScheduledAttention
 from ds_hybrid.config import AttentionConfig, HybridConfig, gathers_kv
 from ds_hybrid.dispatch.collectives import RankGroup
@@ -37,11 +42,13 @@ class SequenceParallel:
     Args:
         groups: who shares sequences.
         attention: exchanges keys and values.
+        shared: what the model's layers call.
     """
 
-    def __init__(self, groups: SequenceGroups, attention: ScheduledAttention) -> None:
+    def __init__(self, groups: SequenceGroups, attention: ScheduledAttention, shared: SharedAttention) -> None:
         self.groups = groups
         self.attention = attention
+        self.shared = shared
         self._engine: Any = None
 
     def of_engine(self, engine: Any) -> None:
@@ -75,7 +82,10 @@ class SequenceParallel:
         return SequenceBatches(loader, self.groups, per_step=per_step, device=self._engine.device)
 
     def shard(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's part of one batch; see :func:`shard_batch`. Without ``num_items_in_batch``."""
+        """This rank's part of one batch; see :func:`shard_batch`. Without ``num_items_in_batch``.
+
+        It does not look whether the ranks of a sequence have the same batch, as :meth:`batches` does.
+        """
         return shard_batch(batch, self.groups)
 
     def loss(self, outputs: Any, batch: Mapping[str, Any]) -> Tensor:
@@ -89,12 +99,19 @@ class SequenceParallel:
     def balance_loss(self, outputs: Any, batch: Mapping[str, Any]) -> Tensor | float:
         """That part of :meth:`loss`, times the model's coefficient; 0 without one or without router logits."""
         router_logits = getattr(outputs, "router_logits", None)
-        config = self._engine.module.config.get_text_config()
-        coefficient = getattr(config, "router_aux_loss_coef", 0)
-        if not router_logits or not coefficient:
+        if not router_logits:
             return 0.0
-        mask = batch.get("attention_mask")
-        return coefficient * balance_loss(router_logits, mask, self.groups, top_k=config.num_experts_per_tok)
+        config = hugging_face_models(self._engine.module)[0].config.get_text_config()
+        coefficient = getattr(config, "router_aux_loss_coef", 0)
+        if not coefficient:
+            return 0.0
+        top_k = getattr(config, "num_experts_per_tok", None)
+        if top_k is None:
+            raise ConfigError(
+                f"{type(config).__name__} has router_aux_loss_coef = {coefficient} and no num_experts_per_tok: the "
+                "balance loss is unknown. Set output_router_logits to false."
+            )
+        return coefficient * balance_loss(router_logits, batch.get("attention_mask"), self.groups, top_k=top_k)
 
     def mean(self, loss: Tensor) -> Tensor:
         """The mean over all ranks of what :meth:`loss` gave to each: the loss of all sequences; [] float32. Collective.
@@ -126,14 +143,14 @@ def share_sequences(
     raise_alike(problems)
     groups = make_sequence_groups(document["sequence_parallel_size"])
     attention = _attention_of(groups, config.attention)
-    switch_attention(model, attention, name=f"ds_hybrid_kv_gather_{groups.group.group_name}")
-    return SequenceParallel(groups, attention)
+    shared = switch_attention(model, attention, name=f"ds_hybrid_kv_gather_{groups.group.group_name}")
+    return SequenceParallel(groups, attention, shared)
 
 
 def _attention_of(groups: SequenceGroups, config: AttentionConfig) -> ScheduledAttention:
     assert config.kv_gather != "off"
     return ScheduledAttention(
-        RankGroup(groups.group, Meter()),
+        RankGroup(groups.group, Meter("kv_gather")),
         config.kv_gather,
         wire_dtype=config.wire_dtype,
         memory_bytes=config.memory_bytes,

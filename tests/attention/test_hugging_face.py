@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ds_hybrid.attention.hugging_face import SharedAttention, padding_alone, refuse_model
+from ds_hybrid.attention.choose import Schedule
+from ds_hybrid.attention.hugging_face import (
+    SharedAttention,
+    WindowedMask,
+    padding_alone,
+    refuse_model,
+    switch_attention,
+)
+from ds_hybrid.attention.kv_gather import KVGatherAttention
 from ds_hybrid.attention.masks import Rule, Sight
 from ds_hybrid.dispatch.collectives import LoneRank
 from ds_hybrid.dispatch.meter import Meter
@@ -109,7 +117,7 @@ def test_the_layer_says_whether_it_is_causal(of_module: bool, argument: bool | N
         ({"position_ids": None}, "position_ids are none: must be [B, 6], those of this rank's shard. "),
         ({"position_ids": POSITIONS.expand(3, 2, 6)}, "position_ids are [3, 2, 6]: must be [B, 6], "),
         ({"attention_mask": torch.ones(2, 1, 6, 6)}, "attention_mask [2, 1, 6, 6]: must be [B, L], 0 at padding; "),
-        ({"position_ids": POSITIONS * 2}, "the position_ids of the ranks do not make one sequence: they skip places. "),
+        ({"position_ids": POSITIONS * 2}, "the position_ids of the ranks do not make one sequence: "),
     ],
 )
 def test_what_is_not_known_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -122,6 +130,7 @@ def test_no_mask_of_pairs_is_made() -> None:
     padding = torch.ones(2, 6, dtype=torch.bool)
     assert padding_alone(batch_size=2, q_length=6, kv_length=6, attention_mask=padding) is padding
     assert padding_alone(batch_size=2) is None
+    assert padding_alone(attention_mask=padding, local_size=5) == WindowedMask(padding, 5)
     with pytest.raises(ConfigError, match="masks pairs of tokens by a rule of its own"):
         padding_alone(use_vmap=True)
 
@@ -143,4 +152,78 @@ def test_soft_capped_scores() -> None:
     model: Any = make_model("mixtral")
     model.config.attn_logit_softcapping = 30.0
     with pytest.raises(ConfigError, match="has attn_logit_softcapping"):
+        refuse_model(model)
+
+
+def test_a_whole_batch_on_every_rank_is_refused() -> None:
+    """Its positions, put together as if they were shards, only restart, but not at 0."""
+    together = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7, 4, 5, 6, 7]])
+    wide = {"query": torch.ones(1, 4, 16, 8), "key": torch.ones(1, 2, 16, 8), "value": torch.ones(1, 2, 16, 8)}
+    with pytest.raises(ConfigError, match="give the model those, not the whole batch"):
+        call(SharedAttention(Recorder()), position_ids=together, **wide)  # type: ignore[arg-type]
+
+
+def test_a_hole_hides_itself_alone() -> None:
+    recorder = Recorder()
+    mask = torch.tensor([[1, 1, 0, 0, 1, 1], [1, 0, 1, 1, 0, 1]]).bool()
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5], [0, 1, 0, 1, 1, 2]])
+    call(SharedAttention(recorder), attention_mask=mask, position_ids=positions)  # type: ignore[arg-type]
+    assert recorder.sights[0]._documents is not None
+    assert recorder.sights[0]._documents.tolist() == [[0, 0, -1, -1, 0, 0], [0, -1, 1, 1, -1, 1]]
+
+
+def test_batches_made_for_inference() -> None:
+    recorder = Recorder()
+    with torch.inference_mode():
+        positions = POSITIONS.clone()
+        attention = SharedAttention(recorder)  # type: ignore[arg-type]
+        call(attention, position_ids=positions)
+        call(attention, position_ids=positions)
+    assert recorder.group.num_gathers == 1
+
+
+class Lone:
+    """In the place of ScheduledAttention, on one rank: computes."""
+
+    group = LoneRank(Meter())
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, sight: Sight, **options: Any) -> Tensor:
+        schedule = Schedule("blocks", num_pieces=2, in_flight=1)
+        return KVGatherAttention(self.group, schedule)(query, key, value, sight, **options)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_window_that_only_the_mask_knows(padded: bool) -> None:
+    """Qwen2-MoE tells its attention nothing of it. One layer of two slides."""
+    import transformers
+
+    config = transformers.Qwen2MoeConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8,
+        shared_expert_intermediate_size=8, initializer_range=0.3, use_cache=False, use_sliding_window=True,
+        sliding_window=5, layer_types=["full_attention", "sliding_attention"],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Qwen2MoeForCausalLM(config).eval()
+    ids = torch.randint(0, 32, (2, 16))
+    mask = torch.ones(2, 16, dtype=torch.bool)
+    mask[0, 13:] = False
+    batch = {"input_ids": ids, "position_ids": torch.arange(16)[None], "attention_mask": mask if padded else None}
+    with torch.no_grad():
+        model.set_attn_implementation("eager")
+        expected = model(**batch).logits
+        refuse_model(model)
+        switch_attention(model, Lone(), name="ds_hybrid_of_a_window")  # type: ignore[arg-type]
+        found = model(**batch).logits
+    assert torch.allclose(found[mask], expected[mask], atol=1e-5)
+
+
+def test_models_of_several_parts() -> None:
+    import transformers
+
+    config = transformers.LlavaConfig()
+    assert config.get_text_config() is not config
+    model: Any = make_model("mixtral")
+    model.config = config
+    with pytest.raises(ConfigError, match="MixtralForCausalLM holds more than a language model"):
         refuse_model(model)

@@ -14,7 +14,7 @@ import ds_hybrid
 from tests.multirank.models import VOCABULARY, make_model
 from tests.multirank.training import ADAM, Outcome, gather_parameters
 
-Kind = Literal["whole", "packed", "padded"]
+Kind = Literal["whole", "packed", "padded", "holes"]
 LEARNING_RATE = 0.3
 BALANCE = 0.1
 
@@ -44,7 +44,7 @@ class Sequences:
 
     @property
     def length(self) -> int:
-        return self.given_length or {"whole": 13, "packed": 16, "padded": 15}[self.kind]
+        return self.given_length or {"whole": 13, "packed": 16, "padded": 15, "holes": 15}[self.kind]
 
     def ds_config(self) -> dict[str, Any]:
         return {
@@ -94,6 +94,11 @@ def whole_batch(run: Sequences, micro_step: int, sequence: int) -> dict[str, Ten
         batch["attention_mask"] = torch.stack([places >= begin, places < end]).long()
         batch["labels"][batch["attention_mask"] == 0] = -100
         batch["labels"][0, begin] = -100  # what padding says of it
+    if run.kind == "holes":
+        places = torch.arange(run.length)
+        begins = torch.tensor([[3 + sequence], [6 + micro_step % 3]])
+        batch["attention_mask"] = ((places < begins) | (places >= begins + 4)).long()
+        batch["labels"][(places >= begins) & (places <= begins + 4)] = -100  # what a hole says of the next token, too
     return batch
 
 

@@ -12,6 +12,7 @@ import torch
 from measure import ExchangeCounter
 from torch.nn.functional import scaled_dot_product_attention
 
+from ds_hybrid.attention import gathering
 from ds_hybrid.attention.choose import Schedule
 from ds_hybrid.attention.kv_gather import KVGatherAttention
 from ds_hybrid.attention.shards import Shards
@@ -66,6 +67,26 @@ def test_equals_full_attention(eight_ranks: RankPool, num_ranks: int, name: str)
         for schedule in SCHEDULES:
             errors = joined([rank[schedule] for rank in results], case.shards(num_ranks)).errors(expected)
             assert max(errors.values()) <= tolerance, (schedule, dtype, errors)
+
+
+@pytest.mark.parametrize("name", list(CASES)[:2])
+def test_scores_that_are_not_all_held(eight_ranks: RankPool, name: str) -> None:
+    """``"whole"`` leaves the rest to the fused kernel: with room for none, and for some."""
+    case = CASES[name]
+    expected = full_attention(case, make_tensors(case))
+    for num_bytes in (0, 1):
+        results = eight_ranks.run(run_whole, case, num_bytes)[:4]
+        errors = joined(results, case.shards(4)).errors(expected)
+        assert max(errors.values()) <= 1e-12, (num_bytes, errors)
+
+
+def run_whole(case: Case, num_bytes: int) -> Result | None:
+    group = group_of(4)
+    if dist.get_rank() >= 4:
+        return None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gathering, "SCORES_BYTES", num_bytes)
+        return run_one(KVGatherAttention(RankGroup(group, Meter()), Schedule("whole")), case, torch.float64)
 
 
 def joined(ranks: list[Result], shards: Shards) -> Result:

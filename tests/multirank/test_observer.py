@@ -22,6 +22,7 @@ from ds_hybrid.observe.writer import RecordWriter
 from ds_hybrid.placement import ExpertPlacement
 from ds_hybrid.rebalance.trace import read_trace
 from tests.multirank import explicit
+from tests.multirank.sequences import Sequences, make_engine, steps
 from tests.multirank.test_moving_experts import loss_of
 from tests.multirank.test_rebalancing import EAGER
 from tests.multirank.training import Run, make_prepared
@@ -411,3 +412,30 @@ def test_a_disk_that_is_full_does_not_end_the_training(two_ranks: RankPool, tmp_
     unseen = two_ranks.run(observed, QWEN, {})
     assert [story.losses for story in full] == [story.losses for story in unseen]
     assert len(read_events(tmp_path).records) == 1
+
+
+def test_timelines_show_exchanges_of_keys_and_values(two_ranks: RankPool, tmp_path: Path) -> None:
+    run = Sequences(kv_gather="ring", num_steps=2)
+    hybrid = {**run.ds_config()["ds_hybrid"], "observe": {"directory": str(tmp_path), "interval": 2}}
+    assert two_ranks.run(modes_of_attention, replace(run, changes={"ds_hybrid": hybrid})) == [{"kv_gather"}] * 2
+    timeline = find_timelines(tmp_path).read(2)
+    names = [f"model.layers.{number}.self_attn" for number in range(2)]
+    assert list(timeline.layers[-2:]) == names
+    for rank in range(2):
+        spans = timeline.spans(rank)
+        gathers = [span for span in spans if span.name == "attention_gather"]
+        expected = [(name, phase) for name in names for phase in ("backward", "forward")]
+        assert sorted((span.layer, span.phase) for span in gathers) == expected
+        waits = [span for span in spans if span.name == "wait"]
+        for gather in gathers:
+            inside = [span.seconds for span in waits if span.layer == gather.layer and span.phase == gather.phase]
+            assert inside
+            assert gather.exposed == pytest.approx(sum(inside), abs=1e-5)
+
+
+def modes_of_attention(run: Sequences) -> set[str]:
+    engine = make_engine(run)
+    steps(engine, run, range(run.num_steps))
+    modes = set(engine.sequence_parallel.attention.group.meter.total().by_mode)
+    engine.destroy()
+    return modes

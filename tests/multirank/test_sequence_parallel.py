@@ -69,6 +69,11 @@ def test_every_variant(four_ranks: RankPool, kv_gather: str, kind: Any) -> None:
     assert_equal(four_ranks, Sequences(kv_gather=kv_gather, kind=kind))
 
 
+def test_padding_inside_rows(four_ranks: RankPool) -> None:
+    """Prompts that were padded on the right, then completions: those see the prompts."""
+    assert_equal(four_ranks, Sequences(kind="holes"))
+
+
 @pytest.mark.parametrize("kind", KINDS[1:])
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_every_stage(four_ranks: RankPool, zero_stage: int, kind: Any) -> None:
@@ -173,6 +178,13 @@ def test_hugging_faces_loss_function_takes_the_batches(four_ranks: RankPool) -> 
         assert ours == pytest.approx(theirs, abs=1e-6)
 
 
+def test_a_module_that_holds_the_model(four_ranks: RankPool) -> None:
+    """With router logits, and without."""
+    for with_logits in (True, False):
+        for wrapped, bare in four_ranks.run(losses_of_a_wrapped_model, Sequences(balance=with_logits, kind="padded")):
+            assert wrapped == pytest.approx(bare, abs=1e-6)
+
+
 def test_experts_that_move_change_nothing(four_ranks: RankPool) -> None:
     for found in four_ranks.run(errors_with_a_move, Sequences(kind="packed", mode="alltoall")):
         assert found <= LOSS_TOLERANCE
@@ -197,6 +209,15 @@ def test_training_data_is_dealt_out_by_sequence(four_ranks: RankPool) -> None:
     assert {length for _, _, length in found} == {4}
 
 
+OTHER_BATCHES = (
+    "the batches of sequences: ranks 0 and 1 share sequences and have read different ones. Give the loader a sampler "
+    "of engine.sequence_parallel.num_sequences replicas, and engine.sequence_parallel.sequence as the replica."
+)
+NOT_ONE_SEQUENCE = (
+    "ds_hybrid.attention.kv_gather: the position_ids of the ranks do not make one sequence: they must go on by one, or "
+    "restart at 0 where a packed document begins. Each rank holds an early and a late chunk of it, as "
+    "engine.sequence_parallel.batches and .shard give them: give the model those, not the whole batch."
+)
 MISTAKES = {
     "an mpu": "ds_hybrid.initialize(mpu=...): with ds_hybrid.attention.kv_gather, the groups of ranks come from "
     'sequence_parallel_size. Leave it out, or set kv_gather to "off".',
@@ -208,12 +229,13 @@ MISTAKES = {
     "sequence would have to draw the same mask without holding it. Set it to 0.",
     "no sequences": 'ds_hybrid.attention.kv_gather = "auto" (ds_config): nothing to gather: sequence_parallel_size is '
     '1. Set that to the number of ranks that share a sequence, or ds_hybrid.attention.kv_gather to "off".',
-    "consecutive shards": "ds_hybrid.attention.kv_gather: the position_ids of the ranks do not make one sequence: "
-    "they skip places. Each rank holds an early and a late chunk of it, as engine.sequence_parallel.batches and .shard "
-    "give them.",
-    "other batches": "the batches of sequences: ranks 0 and 1 share sequences and have read different ones. Give the "
-    "loader a sampler of engine.sequence_parallel.num_sequences replicas, and engine.sequence_parallel.sequence as the "
-    "replica.",
+    "consecutive shards": NOT_ONE_SEQUENCE,
+    "a whole batch on every rank": NOT_ONE_SEQUENCE,
+    "whole batches of odd length": NOT_ONE_SEQUENCE,
+    "other batches": OTHER_BATCHES,
+    "other labels": OTHER_BATCHES,
+    "other masks": OTHER_BATCHES,
+    "other lengths": OTHER_BATCHES,
     "fewer batches": "the batches of sequences: rank 3 has no more, others do. Give all as many.",
 }
 
@@ -264,6 +286,29 @@ def both_losses(run: Sequences) -> tuple[float, float]:
     ours = sequences.loss(outputs, batch)
     engine.destroy()
     return float(ours.detach()), float(theirs.detach())
+
+
+class Holder(torch.nn.Module):
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, **batch: Any) -> Any:
+        return self.inner(**batch)
+
+
+def losses_of_a_wrapped_model(run: Sequences) -> list[float]:
+    losses = []
+    for wrap in (Holder, lambda model: model):
+        model = wrap(run.make_model())
+        engine, *_ = ds_hybrid.initialize(
+            model=model, model_parameters=model.parameters(), config={**run.ds_config(), "expert_parallel": {}}
+        )
+        sequences = engine.sequence_parallel
+        (batch,) = sequences.batches([whole_batch(run, 0, sequences.sequence)])
+        losses.append(float(sequences.loss(engine(**batch, use_cache=False), batch).detach()))
+        engine.destroy()
+    return losses
 
 
 def errors_with_a_move(run: Sequences) -> float:
@@ -341,8 +386,18 @@ def _message_of_batches(engine: Any, run: Sequences, case: str) -> str:
         if case == "consecutive shards":
             part = slice(4 * (rank % 2), 4 * (rank % 2) + 4)
             engine(input_ids=torch.ones(2, 4, dtype=torch.long), position_ids=torch.arange(8)[None, part])
+        if case in ("a whole batch on every rank", "whole batches of odd length"):
+            engine(input_ids=torch.ones(2, 7 if "odd" in case else 8, dtype=torch.long))
         if case == "other batches":
             list(sequences.batches([whole_batch(run, 0, rank)]))
+        if case.startswith("other "):
+            batch = whole_batch(replace(run, kind="padded"), 0, sequences.sequence)
+            key = {"other labels": "labels", "other masks": "attention_mask"}.get(case)
+            if key is None:
+                batch = {name: values[:, : values.shape[1] - rank] for name, values in batch.items()}
+            else:
+                batch[key][0, 5] = rank % 2
+            list(sequences.batches([batch]))
         if case == "fewer batches":
             list(sequences.batches([whole_batch(run, 0, sequences.sequence)] * (1 if rank == 3 else 2)))
     except ConfigError as error:

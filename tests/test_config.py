@@ -392,10 +392,11 @@ def test_all_problems_of_a_file_come_at_once(tmp_path: Path, monkeypatch: pytest
         'ds_hybrid.dispatch.mode = "allgatther" (x.json): must be one of auto, alltoall, allgather, two_stage, '
         'hierarchical, replicated. Did you mean "allgather"?',
         "ds_hybrid.dispatch.guard = 1 (x.json): must be true or false.",
-        f"ds_hybrid.observe.routing_trace = true (x.json): not available in {RELEASE}. Set it to false.",
         f'expert_parallel.score_apply = "pre" (x.json): not available in {RELEASE} with expert_parallel. '
         'Set it to "auto" or "post".',
         NOTHING_TO_GATHER.format("ring"),
+        "ds_hybrid.observe.routing_trace = true (x.json): needs ds_hybrid.observe.directory. Set that to a directory "
+        'such as "runs/1", or this to false.',
     )
 
 

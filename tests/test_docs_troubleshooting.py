@@ -42,7 +42,10 @@ ROOMS: Mapping[str, str] = {
 NOT_ERRORS = {
     'Did you mean "…"',  # the end of other messages
     "not measured, as there was one host: taken as inside",  # a note in a machine table
-    "By the model of docs/planner.md, not measured",  # a note under a table
+    "By the model of docs/planner.md, not measured",  # notes under tables
+    "! does not fit: a rank has … GB",
+    "rank's over the mean; GB: memory of a rank at its fullest",
+    "Left out: … takes a token's experts from … of … groups",
     "This version refuses all but …",  # in docs/configuration.md
     "Sizes stay where DeepSpeed has them",
 }

@@ -13,7 +13,7 @@ from tests.launch.test_train import ROOT, RUN_LOCAL, Run, run
 
 pytestmark = pytest.mark.launch
 
-SEQ_LEN = 4096
+SEQ_LEN = 8192
 OPTIONS = ["--seq-len", str(SEQ_LEN), "--steps", "2", "--eval-batches", "1"]
 MODEL = {
     "model_type": "qwen3_moe",
@@ -28,7 +28,7 @@ MODEL = {
     "num_experts": 8,
     "num_experts_per_tok": 2,
     "norm_topk_prob": True,
-    "max_position_embeddings": 4096,
+    "max_position_embeddings": 8192,
 }
 
 
@@ -49,7 +49,7 @@ def planned(folder: Path, gigabytes: float) -> Path:
 def as_asked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
     """A plan for little memory, and its run."""
     folder = tmp_path_factory.mktemp("plan")
-    file = planned(folder, 0.14)
+    file = planned(folder, 0.15)
     model = ["--model", str(folder / "config.json")]
     return file, run(RUN_LOCAL, folder / "run", *OPTIONS, *model, "--deepspeed_config", str(file))
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -23,16 +22,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar, cast
 
-import deepspeed
 import deepspeed.comm as dist
 import numpy as np
 import torch
 from attention_methods import DESCRIPTIONS, FULL, TOLERANCES, Case, Contender, build, lone_group
 from cases import Batch, relative_error
-from deepspeed.accelerator import get_accelerator
-from deepspeed.utils import set_log_level_from_string
 from measure import Memory, Seconds, exchanges_of, memory_of, run_once, time_once
-from results import settings
+from start import run_on_ranks
 
 from ds_hybrid.dispatch.collectives import RankGroup
 
@@ -100,17 +96,13 @@ def parse_options(arguments: list[str] | None = None) -> Options:
 
 
 def main() -> int:
+    """Returns the exit code."""
     options = parse_options()
-    set_log_level_from_string("error")
-    accelerator = get_accelerator()
-    backend = accelerator.communication_backend_name()
-    deepspeed.init_distributed(backend, verbose=False)
-    accelerator.set_device(int(os.environ["LOCAL_RANK"]))
-    device = torch.device(accelerator.current_device_name())
-    if device.type == "cpu":
-        # More would spin while they wait, and that counts as CPU time.
-        torch.set_num_threads(1)
-    environment = settings(device, backend)
+    return run_on_ranks("attention.py", partial(run, options))
+
+
+def run(options: Options, device: torch.device, environment: dict[str, Any]) -> None:
+    """Measures every length, and shows after each what is known by then."""
     group = lone_group()
     results: list[Result] = []
     for length in options.length:
@@ -118,8 +110,6 @@ def main() -> int:
         results += run_case(case, options, group, device)
         if dist.get_rank() == 0:
             show(results, environment, options)
-    dist.destroy_process_group()
-    return 0
 
 
 def run_case(case: Case, options: Options, group: RankGroup, device: torch.device) -> list[Result]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import deepspeed
 import deepspeed.comm as dist
 import torch
 from cases import (
@@ -38,8 +36,6 @@ from cases import (
     relative_error,
     rows_that_must_cross,
 )
-from deepspeed.accelerator import get_accelerator
-from deepspeed.utils import set_log_level_from_string
 from measure import Seconds, exchanges_of, memory_of, run_once, time_once
 from methods import BASELINE, DEFAULT_METHODS, METHODS, Method, build, build_baseline, setup_of
 from profiling import profile, to_text
@@ -48,12 +44,12 @@ from results import (
     Costs,
     MethodResult,
     max_over_mean,
-    settings,
     summarize,
     to_json,
     to_markdown,
     with_ratios,
 )
+from start import run_on_ranks
 
 from ds_hybrid.errors import ConfigError
 
@@ -101,32 +97,18 @@ def parse_options(arguments: list[str] | None = None) -> Options:
 
 
 def main() -> int:
-    """Returns the exit code: 2, after one message, for what a user can put right."""
+    """Returns the exit code."""
     options = parse_options()
-    set_log_level_from_string("error")
-    accelerator = get_accelerator()
-    backend = accelerator.communication_backend_name()
-    deepspeed.init_distributed(backend, verbose=False)
-    accelerator.set_device(int(os.environ["LOCAL_RANK"]))
-    device = torch.device(accelerator.current_device_name())
-    if device.type == "cpu":
-        # More would spin while they wait, and that counts as CPU time.
-        torch.set_num_threads(1)
-    environment = settings(device, backend)
+    return run_on_ranks("dispatch.py", partial(run, options))
+
+
+def run(options: Options, device: torch.device, environment: dict[str, Any]) -> None:
+    """Measures every case, and shows after each what is known by then."""
     results: list[CaseResult] = []
-    try:
-        for case in cases_of(options):
-            results.append(run_case(case, options, device))
-            if dist.get_rank() == 0:
-                show(results, environment, options)
-    except ConfigError as error:
+    for case in cases_of(options):
+        results.append(run_case(case, options, device))
         if dist.get_rank() == 0:
-            print(f"launch/bench/dispatch.py: {error}", file=sys.stderr, flush=True)
-        code = 2
-    else:
-        code = 0
-    dist.destroy_process_group()
-    return code
+            show(results, environment, options)
 
 
 def cases_of(options: Options) -> list[Case]:

@@ -10,20 +10,18 @@ planner is told what was routed. Prints a table in Markdown, and how well the or
 
 import argparse
 import json
-import os
+import sys
 import time
-import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import deepspeed
 import deepspeed.comm as dist
 import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.utils import set_log_level_from_string
+from start import run_on_ranks
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
@@ -93,25 +91,26 @@ def name_of(candidate: Candidate) -> str:
     return f"EP {candidate.ep_size}, ZeRO {candidate.zero_stage}, {mode}{checkpoints}"
 
 
-def main() -> None:
+def main() -> int:
+    """Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cluster", required=True, metavar="FILE", help="what ds_hybrid calibrate wrote")
     parser.add_argument("--rounds", type=int, default=15, help="timed rounds (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows there")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    set_log_level_from_string("error")
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-    deepspeed.init_distributed(get_accelerator().communication_backend_name())
-    get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
+    return run_on_ranks("layouts.py", lambda _device, _environment: run(arguments))
 
+
+def run(arguments: argparse.Namespace) -> None:
+    """Trains all layouts side by side, and prints how well their order was predicted."""
+    machine = read_machine(arguments.cluster)
     shape = model_from_config(MODEL.to_dict(), label="bench", file="bench")
     layouts = candidates(dist.get_world_size())
     engines = [build(candidate, shape) for candidate in layouts]
     wall, cpu = measure(engines, arguments.rounds)
     law = routed(engines, shape)
     if dist.get_rank() == 0:
-        machine = read_machine(arguments.cluster)
         estimate = Estimator(Request(shape, WORK, machine, machine.cluster(dist.get_world_size()), law))
         rows = [
             Row(name_of(candidate), estimate(candidate).time.total, *seconds)
@@ -121,7 +120,6 @@ def main() -> None:
         if arguments.json is not None:
             arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=2), encoding="utf-8")
     dist.barrier()
-    dist.destroy_process_group()
 
 
 def build(candidate: Candidate, shape: ModelShape) -> Any:
@@ -209,4 +207,4 @@ def to_markdown(rows: list[Row], agreed: Agreement) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -14,28 +14,23 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import deepspeed.comm as dist
 import numpy as np
 import numpy.typing as npt
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.utils import set_log_level_from_string
-from results import settings
+from start import run_on_ranks
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import ds_hybrid
-from ds_hybrid.errors import HybridError
 
 ENGINES = ("off", "again", "observed")
 FloatArray = npt.NDArray[np.float64]
@@ -100,28 +95,9 @@ def parse_options(arguments: list[str] | None = None) -> Options:
 
 
 def main() -> int:
-    """Returns the exit code: 2, after one message, for what a user can put right."""
+    """Returns the exit code."""
     options = parse_options()
-    set_log_level_from_string("error")
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-    accelerator = get_accelerator()
-    backend = accelerator.communication_backend_name()
-    deepspeed.init_distributed(backend, verbose=False)
-    accelerator.set_device(int(os.environ["LOCAL_RANK"]))
-    device = torch.device(accelerator.current_device_name())
-    if device.type == "cpu":
-        # More would spin while they wait, and that counts as CPU time.
-        torch.set_num_threads(1)
-    try:
-        run(options, settings(device, backend))
-    except HybridError as error:
-        if dist.get_rank() == 0:
-            print(f"launch/bench/observe.py: {error}", file=sys.stderr, flush=True)
-        code = 2
-    else:
-        code = 0
-    dist.destroy_process_group()
-    return code
+    return run_on_ranks("observe.py", lambda _device, environment: run(options, environment))
 
 
 def run(options: Options, environment: dict[str, Any]) -> None:

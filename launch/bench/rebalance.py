@@ -16,33 +16,29 @@ import contextlib
 import gc
 import io
 import json
-import os
 import sys
 import sysconfig
 import tempfile
 import time
-import warnings
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-import deepspeed
 import deepspeed.comm as dist
 import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.utils import set_log_level_from_string
 from effect import BASELINE, Event, Track, events, to_json, to_markdown, window
 from numpy.typing import NDArray
-from results import settings
+from start import run_on_ranks
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import ds_hybrid
 from ds_hybrid.dispatch.modes import MODES
-from ds_hybrid.errors import ConfigError, HybridError
+from ds_hybrid.errors import ConfigError
 from ds_hybrid.observe.run_directory import read_events
 from ds_hybrid.rebalance.algorithms import Algorithm
 
@@ -141,28 +137,9 @@ def parse_options(arguments: list[str] | None = None) -> Options:
 
 
 def main() -> int:
-    """Returns the exit code: 2, after one message, for what a user can put right."""
+    """Returns the exit code."""
     options = parse_options()
-    set_log_level_from_string("error")
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-    accelerator = get_accelerator()
-    backend = accelerator.communication_backend_name()
-    deepspeed.init_distributed(backend, verbose=False)
-    accelerator.set_device(int(os.environ["LOCAL_RANK"]))
-    device = torch.device(accelerator.current_device_name())
-    if device.type == "cpu":
-        # More would spin while they wait, and that counts as CPU time.
-        torch.set_num_threads(1)
-    try:
-        run(options, settings(device, backend))
-    except HybridError as error:
-        if dist.get_rank() == 0:
-            print(f"launch/bench/rebalance.py: {error}", file=sys.stderr, flush=True)
-        code = 2
-    else:
-        code = 0
-    dist.destroy_process_group()
-    return code
+    return run_on_ranks("rebalance.py", lambda _device, environment: run(options, environment))
 
 
 def run(options: Options, environment: dict[str, Any]) -> None:

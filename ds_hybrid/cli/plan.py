@@ -82,7 +82,11 @@ def run(arguments: argparse.Namespace) -> int:
     comparison = _comparison(request) if arguments.rule else None
     if arguments.write is not None and findings.fitting:
         _write(arguments.write, request, findings.fitting[0])
-        print(f"wrote {arguments.write}", file=sys.stderr)
+        print(
+            f"wrote {arguments.write}; train with launch/train.py --deepspeed_config {arguments.write} --seq-len "
+            f"{arguments.seq_len} --model (the config.json of {request.model.name})",
+            file=sys.stderr,
+        )
     if arguments.json:
         print(json.dumps(to_json(request, findings, comparison), indent=2, allow_nan=False))
     else:

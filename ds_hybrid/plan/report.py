@@ -121,6 +121,7 @@ def predicted(request: Request, estimate: Estimate) -> dict[str, Any]:
         "memory_bytes_with_eager_attention": _eager_peak(request, estimate),
         "dispatch_bytes_of_layer": estimate.dispatch.wire_bytes,
         "dispatch_bytes_of_rank": estimate.dispatch_bytes_of_rank,
+        "kv_bytes_of_rank": estimate.candidate.micro_batches * estimate.gathered.wire_bytes,
         "dispatch_over_lower_bound": estimate.dispatch.ratio,
         "load_max_over_mean": estimate.demand.load,
         "load_max_over_mean_p99": estimate.demand.load_p99,

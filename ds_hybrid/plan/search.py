@@ -65,6 +65,7 @@ class Estimate:
         tokens_per_second: of all ranks together.
         num_hosts_of_group: the hosts that the widest expert-parallel group spans.
         num_moe_layers: of the model.
+        gathered: keys and values that ranks of a sequence exchange, in a micro-batch.
     """
 
     candidate: Candidate
@@ -75,6 +76,7 @@ class Estimate:
     tokens_per_second: float
     num_hosts_of_group: int
     num_moe_layers: int
+    gathered: Gathers
 
     @property
     def dispatch_bytes_of_rank(self) -> float:
@@ -138,6 +140,7 @@ class Estimator:
             tokens_per_second=request.num_sequences * request.work.seq_len / time.total,
             num_hosts_of_group=len(set(nodes_of(group, request.cluster))),
             num_moe_layers=request.model.num_moe_layers,
+            gathered=gathered,
         )
 
     def _layout(self, tp_size: int, ep_size: int) -> Layout:

@@ -80,7 +80,8 @@ def test_a_reader_that_has_enough_is_no_mistake(tmp_path: Path) -> None:
     plan = "plan --world-size 2 --seq-len 256 --model tiny_qwen3_moe --cluster cpu2"
     command = f"{sys.executable} -m ds_hybrid.cli.main {plan} --write {file} | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, f"wrote {file}\n")
+    assert done.returncode == 0
+    assert done.stderr.startswith(f"wrote {file}; train with")
     assert file.exists()
 
 

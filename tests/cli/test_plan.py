@@ -56,7 +56,10 @@ def test_what_it_writes_is_what_validate_accepts(tmp_path: Path, capsys: pytest.
     assert header["predicted"]["needs"] == ["checkpoints", "loss in chunks"]
     assert header["inputs"]["cluster"] == "a100x8_ib200"
     assert header["predicted"]["tokens_per_second"] > 0
-    assert capsys.readouterr().err == f"wrote {file}\n"
+    assert capsys.readouterr().err == (
+        f"wrote {file}; train with launch/train.py --deepspeed_config {file} --seq-len 32768 --model (the config.json "
+        "of qwen3_235b_a22b)\n"
+    )
 
 
 def test_nothing_is_written_when_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

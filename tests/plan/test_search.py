@@ -78,8 +78,8 @@ def test_less_memory_asks_for_more_savings() -> None:
         best_of_sizes(replace(request(), machine=replace(H200, memory_bytes=memory)), 1, 8, "two_stage")
         for memory in (1e12, 50e9)
     )
-    assert roomy is not None
-    assert tight is not None
+    assert not isinstance(roomy, str)
+    assert not isinstance(tight, str)
     assert not roomy.candidate.checkpoints
     assert not roomy.candidate.chunked_loss
     assert tight.candidate.checkpoints
@@ -92,11 +92,14 @@ def test_one_stage_alone() -> None:
 
 
 def test_groups_over_unequal_hosts_have_no_two_hops() -> None:
-    """Ten ranks: EP 2 fits into hosts of 6 and 4, and the mode over hosts is never taken."""
-    cluster = H200.cluster_of(parse_hostfile("one slots=6\ntwo slots=4\n", name="hosts"))
+    """Hosts of 6 and 2: groups of 8 span both, with unequal shares, and the mode over hosts is never taken."""
+    cluster = H200.cluster_of(parse_hostfile("one slots=6\ntwo slots=2\n", name="hosts"))
     found = search(replace(request(), cluster=cluster))
-    assert all(estimate.num_hosts_of_group == 1 for estimate in found.fitting if estimate.candidate.ep_size == 2)
+    over_both = [estimate for estimate in found.fitting if estimate.candidate.ep_size == 8]
+    assert over_both
+    assert {estimate.num_hosts_of_group for estimate in over_both} == {2}
     assert all(estimate.candidate.mode != "hierarchical" for estimate in found.fitting)
+    assert any("do not span several with equal shares" in reason for reason in found.dropped)
 
 
 def test_tensor_parallel_groups_bring_their_partition() -> None:

@@ -143,7 +143,7 @@ class Observer(Unobserved):
         return []
 
     def loss(self, loss: Tensor, *, factor: int = 1) -> None:
-        self._loss += factor * loss.detach()
+        self._loss += factor * loss.detach().sum()  # of one element, whatever its shape
         self._num_losses += 1
 
     @contextmanager
@@ -172,6 +172,7 @@ class Observer(Unobserved):
             self._counts.after_step(progress.step)
         if progress.step % self._interval == 0:
             self._record(progress)
+            dist.barrier()  # what rank 0 takes to write is not the others' waiting for tokens
             self._begin_window(step=progress.step)
         else:
             if self._counts is not None and self._counts.is_full:

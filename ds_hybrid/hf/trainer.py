@@ -116,7 +116,7 @@ def _check_version(package: str, low: str, high: str) -> Iterator[str]:
         if package == "accelerate":
             yield f"accelerate: not installed. Install accelerate {_range(low, high)}: pip install 'ds_hybrid[hf]'."
         return
-    if not Version(low) <= Version(found) < Version(high):
+    if Version(found).is_prerelease or not Version(low) <= Version(found) < Version(high):
         yield (
             f"{package} {found}: use_with_accelerate() replaces methods of Accelerate and knows {package} "
             f"{_range(low, high)}. Install one of these, or call ds_hybrid.initialize in a loop of your own."
@@ -135,6 +135,7 @@ def _preparing(original: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[
         for engine in prepared:
             if isinstance(engine, deepspeed.DeepSpeedEngine):
                 _check_engine(engine, even_batches=self.even_batches)
+                self.get_state_dict = self.get_state_dict  # stays with this engine when switched off
         return prepared
 
     return prepare_deepspeed

@@ -26,7 +26,8 @@ from ds_hybrid.placement import ExpertPlacement
 from ds_hybrid.rebalance.look import Look
 from ds_hybrid.rebalance.policy import LayerOutlook
 
-SECRETS = ("api_key", "token", "password", "secret")
+SECRETS = {"key", "token", "password", "secret", "credential"}
+"""Words of a key, between its underscores, that name a secret."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,9 @@ def without_secrets(document: Any) -> Any:
     """A JSON document whose keys that name secrets have lost their values."""
     if isinstance(document, Mapping):
         return {
-            key: "(left out)" if str(key).lower() in SECRETS and value is not None else without_secrets(value)
+            key: "(left out)"
+            if SECRETS & set(str(key).lower().split("_")) and value is not None
+            else without_secrets(value)
             for key, value in document.items()
         }
     return [without_secrets(value) for value in document] if isinstance(document, list | tuple) else document

@@ -7,6 +7,7 @@ not handed over. :func:`ds_hybrid.rebalance.trace.read_trace` reads them.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,8 @@ class RoutingTraceWriter:
         self._folder.mkdir(exist_ok=True)
         self._layers = np.array(layers)
         self._facts = repr(dict(facts))
-        names = [path.name for path in self._folder.glob("part-*.npz")]
-        self._number = 1 + max((int(name.removesuffix(".npz").split("-")[1]) for name in names), default=0)
+        names = (re.fullmatch(r"part-([0-9]+)\.npz", path.name) for path in self._folder.iterdir())
+        self._number = 1 + max((int(name[1]) for name in names if name), default=0)
         self._steps: list[int] = []
         self._counts: list[npt.NDArray[np.uint32]] = []
         probe = self._folder / ".writable"

@@ -80,15 +80,20 @@ def read_events(run_directory: str | Path) -> RunEvents:
     warnings: list[str] = []
     records: list[Record] = []
     began, is_new = 0, False
+    resumed: tuple[int, int] | None = None  # from which step, and how many records came before
     for _, record in _lines(path, warnings):
-        if isinstance(record, ResumeRecord):  # later steps are made again
-            records = [one for one in records if isinstance(one, RunRecord) or one.step <= record.step]
-            is_new = False
+        if isinstance(record, ResumeRecord):
+            resumed, is_new = (record.step, len(records)), False
         elif isinstance(record, RunRecord):
             began, is_new = len(records), True
-        elif is_new:  # it was not resumed, so it began anew in the same directory
-            del records[:began]
-            is_new = False
+        elif isinstance(record, StepRecord):
+            if is_new:  # it was not resumed, so it began anew in the same directory
+                del records[:began]
+            elif resumed is not None:  # what came after that step is made again; until then it stands
+                step, count = resumed
+                before = [one for one in records[:count] if isinstance(one, RunRecord) or one.step <= step]
+                records = [*before, *records[count:]]
+            is_new, resumed = False, None
         records.append(record)
     if not any(isinstance(record, RunRecord) for record in records):
         raise EventsError(

@@ -97,7 +97,7 @@ def test_everything_comes_back_after_a_failure(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(
     ("package", "found"),
-    [("accelerate", "1.14.0"), ("accelerate", "1.16.0"), ("transformers", "5.7.9"), ("transformers", "6.0.0.dev0")],
+    [("accelerate", "1.14.0"), ("accelerate", "1.16.0"), ("transformers", "5.7.9"), ("transformers", "5.25.0rc1")],
 )
 def test_unknown_versions_are_refused(monkeypatch: pytest.MonkeyPatch, package: str, found: str) -> None:
     versions = {"accelerate": "1.15.0", "transformers": "5.24.0", package: found}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ds_hybrid.errors import EventsError
-from ds_hybrid.observe.events import EVENTS_FILE, TIMELINE_FILE, RebalanceRecord, Record, StepRecord
+from ds_hybrid.observe.events import EVENTS_FILE, TIMELINE_FILE, RebalanceRecord, Record, ResumeRecord, StepRecord
 from ds_hybrid.observe.run_directory import find_timelines, read_events
 from tests.observe.runs import (
     LAYERS,
@@ -43,6 +43,16 @@ def test_a_run_that_began_anew_in_the_directory_is_read_alone(tmp_path: Path) ->
     assert read_events(tmp_path).records == tuple(second)
     write_lines(tmp_path / EVENTS_FILE, [*first, second[0]])  # not clear yet whether it will be resumed
     assert read_events(tmp_path).records == (*first, second[0])
+
+
+def test_a_checkpoint_that_is_loaded_at_the_end_voids_nothing(tmp_path: Path) -> None:
+    """Later steps stand until they are made again."""
+    run = [run_record(), *(step_record(step) for step in (10, 20, 30))]
+    resume = ResumeRecord(time=2.0, step=10, path="run/global_step10", placements={})
+    write_lines(tmp_path / EVENTS_FILE, [*run, resume])
+    assert [record.step for record in read_events(tmp_path).steps] == [10, 20, 30]
+    write_lines(tmp_path / EVENTS_FILE, [*run, resume, step_record(20, loss=1.0)])
+    assert [(record.step, record.loss) for record in read_events(tmp_path).steps][1:] == [(20, 1.0)]
 
 
 def test_numbers_that_json_lacks_survive_as_strict_json(tmp_path: Path) -> None:

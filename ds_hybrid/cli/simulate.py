@@ -298,10 +298,7 @@ def article_text(arguments: argparse.Namespace, rows: Sequence[Row]) -> str:
 
 
 def _policy(algorithm: Algorithm, interval: int) -> RebalancePolicy:
-    defaults = RebalanceConfig()
-    return RebalancePolicy(
-        algorithm, interval, defaults.load_half_life, defaults.min_gain, defaults.horizon, first=interval
-    )
+    return RebalancePolicy(algorithm, interval, first=interval)
 
 
 def _quantile(values: np.ndarray[Any, np.dtype[np.float64]], part: float) -> float:

@@ -73,6 +73,11 @@ class Candidate:
         return self.tp_size * self.sp_size
 
     @property
+    def num_dispatches(self) -> float:
+        """Of a layer in a step; forward is half of one, and runs again where layers are computed again."""
+        return self.micro_batches * (1.5 if self.checkpoints else 1.0)
+
+    @property
     def sizes(self) -> str:
         shared = f"SP {self.sp_size}, " if self.sp_size > 1 else ""
         return f"TP {self.tp_size}, {shared}EP {self.ep_size}, ZeRO {self.zero_stage}"

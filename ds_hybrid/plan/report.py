@@ -120,7 +120,7 @@ def predicted(request: Request, estimate: Estimate) -> dict[str, Any]:
         "memory_bytes": {"peak": estimate.memory.peak, "of": request.machine.memory_bytes, **asdict(estimate.memory)},
         "memory_bytes_with_eager_attention": _eager_peak(request, estimate),
         "dispatch_bytes_of_layer": estimate.dispatch.wire_bytes,
-        "dispatch_bytes_of_rank": estimate.dispatch_bytes_of_rank,
+        "dispatch_bytes_of_rank": _dispatch_bytes(request, estimate),
         "kv_bytes_of_rank": estimate.candidate.micro_batches * estimate.gathered.wire_bytes,
         "dispatch_over_lower_bound": estimate.dispatch.ratio,
         "load_max_over_mean": estimate.demand.load,
@@ -168,7 +168,7 @@ def _table(request: Request, findings: Findings) -> Iterator[str]:
             f"{number:2d} {candidate.tp_size:2d} {candidate.sp_size:3d} {candidate.ep_size:3d} "
             f"{candidate.zero_stage:4d} {candidate.micro_batches:3d} "
             f"{candidate.mode if candidate.ep_size > 1 else '-':12s} {estimate.tokens_per_second:9,.0f} "
-            f"{estimate.time.total:9.3g}  {peaks:15s} {_gb(estimate.dispatch_bytes_of_rank):>7s} {ratio:>7s}  "
+            f"{estimate.time.total:9.3g}  {peaks:15s} {_gb(_dispatch_bytes(request, estimate)):>7s} {ratio:>7s}  "
             f"{load:12s} {', '.join(needs(candidate)) or 'nothing'}"
         )
         yield f"   {reason(estimate)}"
@@ -240,6 +240,13 @@ def _gb(num_bytes: float) -> str:
     """In GB, three digits or all before the point."""
     size = num_bytes / _GB
     return f"{size:,.0f}" if size >= 100 else f"{size:.3g}"
+
+
+def _dispatch_bytes(request: Request, estimate: Estimate) -> float:
+    """What a rank sends in dispatch in a step, the mean of its group."""
+    candidate = estimate.candidate
+    num_dispatches = request.model.num_moe_layers * candidate.num_dispatches
+    return num_dispatches * estimate.dispatch.wire_bytes / candidate.ep_size
 
 
 def _eager_peak(request: Request, estimate: Estimate) -> float:

@@ -64,7 +64,6 @@ class Estimate:
     Attributes:
         tokens_per_second: of all ranks together.
         num_hosts_of_group: the hosts that the widest expert-parallel group spans.
-        num_moe_layers: of the model.
         gathered: keys and values that ranks of a sequence exchange, in a micro-batch.
     """
 
@@ -75,17 +74,7 @@ class Estimate:
     demand: RankDemand
     tokens_per_second: float
     num_hosts_of_group: int
-    num_moe_layers: int
     gathered: Gathers
-
-    @property
-    def dispatch_bytes_of_rank(self) -> float:
-        """What a rank sends in dispatch in a step, the mean of its group; forward is half, and comes again where layers
-        are computed again.
-        """
-        candidate = self.candidate
-        num_dispatches = self.num_moe_layers * candidate.micro_batches * (1.5 if candidate.checkpoints else 1.0)
-        return num_dispatches * self.dispatch.wire_bytes / candidate.ep_size
 
     @property
     def shares(self) -> list[tuple[str, float]]:
@@ -139,7 +128,6 @@ class Estimator:
             demand=demand,
             tokens_per_second=request.num_sequences * request.work.seq_len / time.total,
             num_hosts_of_group=len(set(nodes_of(group, request.cluster))),
-            num_moe_layers=request.model.num_moe_layers,
             gathered=gathered,
         )
 

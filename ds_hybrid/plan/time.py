@@ -133,14 +133,12 @@ def step_time(
         hidden_gathers = min(weights, beside)
         weights, reduction = weights - hidden_gathers, reduction - (beside - hidden_gathers)
         hidden += beside
-    # The forward of dispatch is half of it, and runs again where layers are computed again.
-    dispatch = model.num_moe_layers * dispatched.seconds * (1.5 if candidate.checkpoints else 1.0)
     updated = num_updated(model, candidate) * _optimizer_bytes(candidate, work.value_bytes)
     return StepTime(
         dense=count * dense,
         experts=count * experts,
         memory_bound=count * memory_bound,
-        dispatch=count * dispatch,
+        dispatch=candidate.num_dispatches * model.num_moe_layers * dispatched.seconds,
         tensor_parallel=count * _tensor_parallel_seconds(model, work, candidate, speeds.tp),
         sequence_parallel=count * gathered.exposed,
         reduction=reduction,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from ds_hybrid.config import RebalanceConfig
 from ds_hybrid.placement import ExpertPlacement
 from ds_hybrid.plan.popularity import Popularity
 from ds_hybrid.rebalance.algorithms import Algorithm
@@ -31,16 +32,19 @@ from ds_hybrid.rebalance.policy import (
 FloatArray = npt.NDArray[np.float64]
 
 
+_DEFAULT = RebalanceConfig()
+
+
 @dataclass(frozen=True)
 class RebalancePolicy:
     """When experts move. The first decision is after ``first`` steps; until then they are contiguous."""
 
     algorithm: Algorithm
-    interval: int = 50
-    half_life: float = 50.0
-    min_gain: float = 0.02
-    horizon: int = 200
-    first: int = 50
+    interval: int = _DEFAULT.interval
+    half_life: float = _DEFAULT.load_half_life
+    min_gain: float = _DEFAULT.min_gain
+    horizon: int = _DEFAULT.horizon
+    first: int = _DEFAULT.interval
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,12 +15,12 @@ import argparse
 import gc
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import deepspeed.comm as dist
 import numpy as np
@@ -28,11 +28,10 @@ import torch
 from attention_methods import DESCRIPTIONS, FULL, TOLERANCES, Case, Contender, build, lone_group
 from cases import Batch, relative_error
 from measure import Memory, Seconds, exchanges_of, memory_of, run_once, time_once
-from start import run_on_ranks
+from ranks import attempt, gathered, run_on_ranks
 
 from ds_hybrid.dispatch.collectives import RankGroup
 
-Value = TypeVar("Value")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TOLERANCE = {"float32": 1e-5, "bfloat16": 3e-2}
 
@@ -252,24 +251,6 @@ def fits(results: Sequence[Result]) -> str:
             start, slope, exponent = line_fit(*zip(*measured, strict=True))
             lines.append(f"| `{method}` | {start / 1e6:.1f} | {slope:.0f} | {exponent:.2f} |")
     return "\n".join(lines) + "\n"
-
-
-def attempt(function: Callable[[], Value]) -> Value | str:
-    """What the function returns, or on every rank what it raised on some rank."""
-    value, problem = None, None
-    try:
-        value = function()
-    except Exception as error:
-        problem = f"{type(error).__name__}: {error}"
-    problems = [text for text in gathered(problem) if text is not None]
-    return problems[0] if problems else cast(Value, value)
-
-
-def gathered(value: Value) -> list[Value]:
-    """What every rank has, by rank."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 if __name__ == "__main__":

@@ -15,11 +15,11 @@ import argparse
 import gc
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import deepspeed.comm as dist
 import torch
@@ -39,6 +39,7 @@ from cases import (
 from measure import Seconds, exchanges_of, memory_of, run_once, time_once
 from methods import BASELINE, DEFAULT_METHODS, METHODS, Method, build, build_baseline, setup_of
 from profiling import profile, to_text
+from ranks import attempt, gathered, run_on_ranks
 from results import (
     CaseResult,
     Costs,
@@ -49,11 +50,8 @@ from results import (
     to_markdown,
     with_ratios,
 )
-from start import run_on_ranks
 
 from ds_hybrid.errors import ConfigError
-
-Value = TypeVar("Value")
 
 NUM_WARM_UPS = 2
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -227,24 +225,6 @@ def measure_time(methods: Sequence[Method], batch: Batch, num_rounds: int) -> di
             rounds[method.name].append(time_once(method, batch))
     gc.enable()
     return rounds
-
-
-def attempt(function: Callable[[], Value]) -> Value | str:
-    """What the function returns, or on every rank what it raised on some rank."""
-    value, problem = None, None
-    try:
-        value = function()
-    except Exception as error:
-        problem = f"{type(error).__name__}: {error}"
-    problems = [text for text in gathered(problem) if text is not None]
-    return problems[0] if problems else cast(Value, value)
-
-
-def gathered(value: Value) -> list[Value]:
-    """What every rank has, by rank."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import deepspeed.comm as dist
 import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
-from start import run_on_ranks
+from ranks import run_on_ranks
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 

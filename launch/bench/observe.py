@@ -27,10 +27,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from deepspeed.accelerator import get_accelerator
-from start import run_on_ranks
+from ranks import gathered, run_on_ranks
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import ds_hybrid
+from ds_hybrid.cli.arguments import count
 
 ENGINES = ("off", "again", "observed")
 FloatArray = npt.NDArray[np.float64]
@@ -77,15 +78,15 @@ class Costs:
 def parse_options(arguments: list[str] | None = None) -> Options:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--steps", type=_positive, default=100, help="of each engine, after one interval to warm up (%(default)s)")
-    add("--interval", type=_positive, default=10, help="steps between two records (%(default)s)")
-    add("--ep", type=_positive, help="size of the expert-parallel groups (the number of ranks)")
-    add("--experts", type=_positive, default=32, help="of a layer (%(default)s)")
-    add("--layers", type=_positive, default=4, help="(%(default)s)")
-    add("--hidden", type=_positive, default=256, help="size of a token (%(default)s)")
-    add("--width", type=_positive, default=256, help="of an expert (%(default)s)")
-    add("--batch", type=_positive, default=4, help="sequences of a rank (%(default)s)")
-    add("--seq-len", type=_positive, default=128, help="tokens (%(default)s)")
+    add("--steps", type=count, default=100, help="of each engine, after one interval to warm up (%(default)s)")
+    add("--interval", type=count, default=10, help="steps between two records (%(default)s)")
+    add("--ep", type=count, help="size of the expert-parallel groups (the number of ranks)")
+    add("--experts", type=count, default=32, help="of a layer (%(default)s)")
+    add("--layers", type=count, default=4, help="(%(default)s)")
+    add("--hidden", type=count, default=256, help="size of a token (%(default)s)")
+    add("--width", type=count, default=256, help="of an expert (%(default)s)")
+    add("--batch", type=count, default=4, help="sequences of a rank (%(default)s)")
+    add("--seq-len", type=count, default=128, help="tokens (%(default)s)")
     add("--json", type=Path, metavar="FILE", help="write everything that was measured")
     add("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     options = vars(parser.parse_args(arguments))
@@ -227,19 +228,6 @@ def to_markdown(costs: dict[str, Costs]) -> str:
         for name, each in costs.items()
     ]
     return "\n".join(lines) + "\n"
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
-    return int(text)
-
-
-def gathered(value: Any) -> Sequence[Any]:
-    """What every rank has, by rank."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 if __name__ == "__main__":

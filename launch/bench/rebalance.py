@@ -32,11 +32,12 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from effect import BASELINE, Event, Track, events, to_json, to_markdown, window
 from numpy.typing import NDArray
-from start import run_on_ranks
+from ranks import gathered, run_on_ranks
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import ds_hybrid
+from ds_hybrid.cli.arguments import count
 from ds_hybrid.dispatch.modes import MODES
 from ds_hybrid.errors import ConfigError
 from ds_hybrid.observe.run_directory import read_events
@@ -106,25 +107,25 @@ class Sample:
 def parse_options(arguments: list[str] | None = None) -> Options:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--steps", type=_positive, default=300, help="of each engine (%(default)s)")
+    add("--steps", type=count, default=300, help="of each engine (%(default)s)")
     add("--warm-up", type=int, default=75, help="steps with the balance loss (%(default)s)")
-    add("--shift", type=_positive, default=75, help="steps until another domain dominates (%(default)s)")
+    add("--shift", type=count, default=75, help="steps until another domain dominates (%(default)s)")
     add("--dominance", type=float, default=0.75, help="its share, before all share the rest (%(default)s)")
-    add("--window", type=_positive, help="steps of a row in the table (the interval)")
-    add("--interval", type=_positive, default=25, help="steps between two decisions (%(default)s)")
+    add("--window", type=count, help="steps of a row in the table (the interval)")
+    add("--interval", type=count, default=25, help="steps between two decisions (%(default)s)")
     add("--algorithms", nargs="+", choices=get_args(Algorithm), default=["swap"], help="(%(default)s)")
-    add("--horizon", type=_positive, default=200, help="steps in which a move must earn its cost (%(default)s)")
+    add("--horizon", type=count, default=200, help="steps in which a move must earn its cost (%(default)s)")
     add("--half-life", type=float, default=25, help="of the loads, in steps (%(default)s)")
     add("--min-gain", type=float, default=0.02, help="the least fall of the busiest rank's load (%(default)s)")
     add("--mode", choices=MODES, default="two_stage", help="alltoall gives the same losses to the bit (%(default)s)")
-    add("--ep", type=_positive, help="size of the expert-parallel groups (the number of ranks)")
+    add("--ep", type=count, help="size of the expert-parallel groups (the number of ranks)")
     add("--zero-stage", type=int, choices=range(4), default=1, help="(%(default)s)")
-    add("--experts", type=_positive, default=32, help="of a layer (%(default)s)")
-    add("--layers", type=_positive, default=4, help="(%(default)s)")
-    add("--hidden", type=_positive, default=128, help="size of a token (%(default)s)")
-    add("--width", type=_positive, default=256, help="of an expert (%(default)s)")
-    add("--batch", type=_positive, default=4, help="sequences of a rank (%(default)s)")
-    add("--seq-len", type=_positive, default=128, help="bytes (%(default)s)")
+    add("--experts", type=count, default=32, help="of a layer (%(default)s)")
+    add("--layers", type=count, default=4, help="(%(default)s)")
+    add("--hidden", type=count, default=128, help="size of a token (%(default)s)")
+    add("--width", type=count, default=256, help="of an expert (%(default)s)")
+    add("--batch", type=count, default=4, help="sequences of a rank (%(default)s)")
+    add("--seq-len", type=count, default=128, help="bytes (%(default)s)")
     add("--lr", type=float, default=1e-3, help="after 20 steps (%(default)s)")
     add("--seed", type=int, default=0, help="of the weights and the batches (%(default)s)")
     add("--json", type=Path, metavar="FILE", help="write everything that was measured")
@@ -346,19 +347,6 @@ def read_domain(name: str, folder: Path, *patterns: str) -> Domain:
             break
         text += path.read_bytes()
     return Domain(name, np.frombuffer(bytes(text[:MAX_BYTES]), dtype=np.uint8))
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
-    return int(text)
-
-
-def gathered(value: Any) -> list[Any]:
-    """What every rank has, by rank."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How a benchmark starts on its ranks, and ends with one message for what a user can put right."""
+"""How a benchmark runs on its ranks: start and end, and what they tell each other."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import deepspeed
 import deepspeed.comm as dist
@@ -16,6 +16,8 @@ from deepspeed.utils import set_log_level_from_string
 from results import settings
 
 from ds_hybrid.errors import HybridError
+
+Value = TypeVar("Value")
 
 
 def run_on_ranks(script: str, run: Callable[[torch.device, dict[str, Any]], None]) -> int:
@@ -48,3 +50,21 @@ def run_on_ranks(script: str, run: Callable[[torch.device, dict[str, Any]], None
         code = 0
     dist.destroy_process_group()
     return code
+
+
+def attempt(function: Callable[[], Value]) -> Value | str:
+    """What the function returns, or on every rank what it raised on some rank."""
+    value, problem = None, None
+    try:
+        value = function()
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+    problems = [text for text in gathered(problem) if text is not None]
+    return problems[0] if problems else cast(Value, value)
+
+
+def gathered(value: Value) -> list[Value]:
+    """What every rank has, by rank."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

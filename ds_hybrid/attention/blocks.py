@@ -22,24 +22,42 @@ Mask = Literal["full", "causal"] | Tensor
 _aten = torch.ops.aten
 
 
-class Kernel(Protocol):
+Gradients = tuple[Tensor, Tensor, Tensor]
+"""Of query, key and value."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some queries and some keys, with what the queries see of them; ``scale`` is that of the scores."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Mask
+    scale: float
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What a part's queries got from all keys (lse +inf: the row saw nothing), and the gradient of that."""
+
+    output: Tensor
+    lse: Tensor
+    grad_output: Tensor
+
+
+class Operator(Protocol):
     """Computes a part."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
-        """Output, and lse in the dtype of sums. Rows that see nothing: zeros, and -inf."""
+    def forward(self, part: Part) -> tuple[Tensor, Tensor]:
+        """Output and lse."""
 
-    def backward(
-        self,
-        grad_output: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        lse: Tensor,
-        mask: Mask,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The part's share of the gradients, given output and lse of the whole (lse +inf: the row sees nothing)."""
+    def backward(self, part: Part, whole: Whole) -> Gradients:
+        """The part's share of the gradients."""
+
+
+class Kernel(Operator, Protocol):
+    """Computes any part. lse comes in the dtype of sums; rows that see nothing give zeros, and -inf."""
 
     def scores(self, query: Tensor, key: Tensor, mask: Mask, scale: float) -> Tensor:
         """The first half of a forward, which needs no values: [B, H, Q, K] in the dtype of sums."""
@@ -56,8 +74,8 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 class PlainKernel:
     """By matrix products, in the dtype of sums; all scores of the part are held at once."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
-        return self.weigh(self.scores(query, key, mask, scale), value)
+    def forward(self, part: Part) -> tuple[Tensor, Tensor]:
+        return self.weigh(self.scores(part.query, part.key, part.mask, part.scale), part.value)
 
     def scores(self, query: Tensor, key: Tensor, mask: Mask, scale: float) -> Tensor:
         exact = sum_dtype(query.dtype)
@@ -75,25 +93,16 @@ class PlainKernel:
         output = _fold(weights, value.shape[1]) @ value.to(scores.dtype)
         return output.view(*scores.shape[:3], value.shape[-1]), lse
 
-    def backward(
-        self,
-        grad_output: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        lse: Tensor,
-        mask: Mask,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, part: Part, whole: Whole) -> Gradients:
+        query, key, value = part.query, part.key, part.value
         exact = sum_dtype(query.dtype)
         num_kv, rows = key.shape[1], query.shape[2]
-        folded_query, folded_grad = (_fold(x.to(exact), num_kv) for x in (query, grad_output))
-        weights = (self.scores(query, key, mask, scale) - lse[..., None]).exp_()
-        delta = (grad_output.to(exact) * output.to(exact)).sum(-1, keepdim=True)
+        folded_query, folded_grad = (_fold(x.to(exact), num_kv) for x in (query, whole.grad_output))
+        weights = (self.scores(query, key, part.mask, part.scale) - whole.lse[..., None]).exp_()
+        delta = (whole.grad_output.to(exact) * whole.output.to(exact)).sum(-1, keepdim=True)
         weights, delta = _fold(weights, num_kv), _fold(delta, num_kv)
         grad_value = weights.mT @ folded_grad
-        grad_scores = weights * (folded_grad @ value.to(exact).mT - delta) * scale
+        grad_scores = weights * (folded_grad @ value.to(exact).mT - delta) * part.scale
         grad_query = (grad_scores @ key.to(exact)).view(*query.shape[:2], rows, -1)
         grad_key = grad_scores.mT @ folded_query
         return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
@@ -105,36 +114,25 @@ class FusedKernel(PlainKernel):
     What none of them takes (float64 on CUDA, float16 on the CPU) is computed as :class:`PlainKernel` does.
     """
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
-        operator = _operator(query, mask)
+    def forward(self, part: Part) -> tuple[Tensor, Tensor]:
+        operator = _operator(part)
         if operator is None:
-            return super().forward(query, key, value, mask, scale)
-        value_dim = value.shape[-1]
-        query, key, value = _equal_dims(query, key, value)
-        output, lse = operator.forward(query, key, value, mask, scale)
-        output, lse = output[..., :value_dim], lse.to(sum_dtype(query.dtype))
-        return (output, lse) if isinstance(mask, str) else _blind_rows(output, lse, mask)
+            return super().forward(part)
+        output, lse = operator.forward(_with_equal_dims(part))
+        output, lse = output[..., : part.value.shape[-1]], lse.to(sum_dtype(part.query.dtype))
+        return (output, lse) if isinstance(part.mask, str) else _blind_rows(output, lse, part.mask)
 
-    def backward(
-        self,
-        grad_output: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        lse: Tensor,
-        mask: Mask,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        operator = _operator(query, mask)
+    def backward(self, part: Part, whole: Whole) -> Gradients:
+        operator = _operator(part)
         if operator is None:
-            return super().backward(grad_output, query, key, value, output, lse, mask, scale)
-        dims = query.shape[-1], key.shape[-1], value.shape[-1]
-        query, key, value = _equal_dims(query, key, value)
-        missing = value.shape[-1] - dims[2]
-        grad_output, output = (pad(x, (0, missing)) if missing else x for x in (grad_output, output))
-        gradients = operator.backward(grad_output, query, key, value, output, lse, mask, scale)
-        grad_query, grad_key, grad_value = (grad[..., :dim] for grad, dim in zip(gradients, dims, strict=True))
+            return super().backward(part, whole)
+        padded = _with_equal_dims(part)
+        missing = padded.value.shape[-1] - part.value.shape[-1]
+        if missing:
+            output, grad_output = (pad(x, (0, missing)) for x in (whole.output, whole.grad_output))
+            whole = Whole(output, whole.lse, grad_output)
+        gradients = zip(operator.backward(padded, whole), (part.query, part.key, part.value), strict=True)
+        grad_query, grad_key, grad_value = (grad[..., : x.shape[-1]] for grad, x in gradients)
         return grad_query, grad_key, grad_value
 
 
@@ -168,116 +166,72 @@ class Merged:
         return self.lse.masked_fill(self.lse.isneginf(), torch.inf)
 
 
-class _Operator(Protocol):
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]: ...
-
-    def backward(
-        self,
-        grad_output: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        lse: Tensor,
-        mask: Mask,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
-
-
 class _CpuFlash:
     """Takes fewer heads of keys than of queries, and a mask that is added to the scores."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, part: Part) -> tuple[Tensor, Tensor]:
         return _aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, _is_causal(mask),
-            attn_mask=_added(mask, query.dtype), scale=scale,
+            part.query, part.key, part.value, 0.0, _is_causal(part.mask),
+            attn_mask=_added(part.mask, part.query.dtype), scale=part.scale,
         )  # fmt: skip
 
-    def backward(
-        self,
-        grad_output: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        lse: Tensor,
-        mask: Mask,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, part: Part, whole: Whole) -> Gradients:
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_output, query, key, value, output, lse, 0.0, _is_causal(mask),
-            attn_mask=_added(mask, query.dtype), scale=scale,
+            whole.grad_output, part.query, part.key, part.value, whole.output, whole.lse, 0.0, _is_causal(part.mask),
+            attn_mask=_added(part.mask, part.query.dtype), scale=part.scale,
         )  # fmt: skip
 
 
 class _CudaFlash:
     """float16 and bfloat16, no mask but the causal one. Takes fewer heads of keys than of queries."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
-        query, key, value = _aligned(query, key, value)
+    def forward(self, part: Part) -> tuple[Tensor, Tensor]:
+        query, key, value = _aligned(part.query, part.key, part.value)
         output, lse, *_ = _aten._scaled_dot_product_flash_attention(
-            query, key, value, 0.0, mask == "causal", False, scale=scale
+            query, key, value, 0.0, part.mask == "causal", False, scale=part.scale
         )
         return output, lse
 
-    def backward(
-        self,
-        grad_output: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        lse: Tensor,
-        mask: Mask,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value, output, grad_output = _aligned(query, key, value, output, grad_output)
+    def backward(self, part: Part, whole: Whole) -> Gradients:
+        tensors = part.query, part.key, part.value, whole.output, whole.grad_output
+        query, key, value, output, grad_output = _aligned(*tensors)
         # No dropout, so no random state; no ragged batch, so no cumulative lengths.
         random_state = torch.zeros(2, dtype=torch.uint64, device=query.device)
         return _aten._scaled_dot_product_flash_attention_backward(
-            grad_output, query, key, value, output, lse.contiguous(), None, None, query.shape[2], key.shape[2],
-            0.0, mask == "causal", random_state, random_state.new_empty(0), scale=scale,
+            grad_output, query, key, value, output, whole.lse.contiguous(), None, None, query.shape[2], key.shape[2],
+            0.0, part.mask == "causal", random_state, random_state.new_empty(0), scale=part.scale,
         )  # fmt: skip
 
 
 class _CudaEfficient:
     """Any mask, float32 too. Wants as many heads of keys as of queries, lse in rows of 32, and masks in rows of 16."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
-        num_heads, num_rows = query.shape[1], query.shape[2]
-        key, value = (_expanded(x, num_heads) for x in (key, value))
-        query, key, value = _aligned(query, key, value)
+    def forward(self, part: Part) -> tuple[Tensor, Tensor]:
+        num_heads, num_rows = part.query.shape[1], part.query.shape[2]
+        key, value = (_expanded(x, num_heads) for x in (part.key, part.value))
+        query, key, value = _aligned(part.query, key, value)
         output, lse, *_ = _aten._scaled_dot_product_efficient_attention(
-            query, key, value, _bias(mask, query, key), True, 0.0, _is_causal(mask), scale=scale
+            query, key, value, _bias(part.mask, query, key), True, 0.0, _is_causal(part.mask), scale=part.scale
         )
         return output, lse[..., :num_rows]
 
-    def backward(
-        self,
-        grad_output: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        lse: Tensor,
-        mask: Mask,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        num_heads, num_kv, num_rows = query.shape[1], key.shape[1], query.shape[2]
-        key, value = (_expanded(x, num_heads) for x in (key, value))
-        query, key, value, output, grad_output = _aligned(query, key, value, output, grad_output)
-        padded_lse = pad(lse, (0, -num_rows % 32), value=torch.inf)
+    def backward(self, part: Part, whole: Whole) -> Gradients:
+        num_heads, num_kv, num_rows = part.query.shape[1], part.key.shape[1], part.query.shape[2]
+        key, value = (_expanded(x, num_heads) for x in (part.key, part.value))
+        query, key, value, output, grad_output = _aligned(part.query, key, value, whole.output, whole.grad_output)
+        padded_lse = pad(whole.lse, (0, -num_rows % 32), value=torch.inf)
         random_state = torch.zeros((), dtype=torch.int64, device=query.device)
         grad_query, *gradients, _ = _aten._scaled_dot_product_efficient_attention_backward(
-            grad_output, query, key, value, _bias(mask, query, key), output, padded_lse, random_state, random_state,
-            0.0, [True, True, True, False], _is_causal(mask), scale=scale,
+            grad_output, query, key, value, _bias(part.mask, query, key), output, padded_lse,
+            random_state, random_state, 0.0, [True, True, True, False], _is_causal(part.mask), scale=part.scale,
         )  # fmt: skip
         grad_key, grad_value = (x.unflatten(1, (num_kv, -1)).sum(2) for x in gradients)
         return grad_query, grad_key, grad_value
 
 
-def _operator(query: Tensor, mask: Mask) -> _Operator | None:
+def _operator(part: Part) -> Operator | None:
     """The fused kernel for such a part, if there is one."""
+    query, mask = part.query, part.mask
     if query.device.type == "cpu":
         return _CpuFlash() if query.dtype in (torch.float64, torch.float32, torch.bfloat16) else None
     if query.dtype == torch.float64:
@@ -313,13 +267,14 @@ def _blind_rows(output: Tensor, lse: Tensor, mask: Tensor) -> tuple[Tensor, Tens
     return output.masked_fill(blind[..., None], 0), lse.masked_fill(blind, -torch.inf)
 
 
-def _equal_dims(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _with_equal_dims(part: Part) -> Part:
     """Zeros at the end of keys and queries leave the scores as they are, and at the end of values are cut off later."""
-    dim = max(query.shape[-1], value.shape[-1])
-    if not query.is_cpu:
+    dim = max(part.query.shape[-1], part.value.shape[-1])
+    if not part.query.is_cpu:
         dim += -dim % 8  # CUDA's kernels want it so
-    query, key, value = (pad(x, (0, dim - x.shape[-1])) if x.shape[-1] < dim else x for x in (query, key, value))
-    return query, key, value
+    tensors = part.query, part.key, part.value
+    query, key, value = (pad(x, (0, dim - x.shape[-1])) if x.shape[-1] < dim else x for x in tensors)
+    return Part(query, key, value, part.mask, part.scale)
 
 
 def _aligned(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ds_hybrid.attention.blocks import Kernel, Mask, Merged, sum_dtype
+from ds_hybrid.attention.blocks import Kernel, Mask, Merged, Part, Whole, sum_dtype
 from ds_hybrid.attention.masks import Sight, Tile
 from ds_hybrid.attention.shards import KeyBlock
 
@@ -33,6 +32,12 @@ class Rules:
     def mask(self, block: KeyBlock, tile: Tile, device: torch.device) -> Mask:
         return self.sight.mask(block, tile, device) if tile.kind == "masked" else tile.kind
 
+    def part(self, query: Tensor, block: Block, tile: Tile) -> Part:
+        """The tile of all of the rank's queries against a block."""
+        keys = tile.keys
+        mask = self.mask(block.of, tile, query.device)
+        return Part(query[:, :, tile.queries], block.key[:, :, keys], block.value[:, :, keys], mask, self.scale)
+
 
 class ForwardPass:
     """Adds up what the queries get from each block."""
@@ -47,13 +52,7 @@ class ForwardPass:
             self.add_tile(block, tile)
 
     def add_tile(self, block: Block, tile: Tile) -> None:
-        output, lse = self._rules.kernel.forward(
-            self._query[:, :, tile.queries],
-            block.key[:, :, tile.keys],
-            block.value[:, :, tile.keys],
-            self._rules.mask(block.of, tile, self._query.device),
-            self._rules.scale,
-        )
+        output, lse = self._rules.kernel.forward(self._rules.part(self._query, block, tile))
         self.merged.add(tile.queries, output, lse)
 
     def scores(self, of: KeyBlock, key: Tensor, tile: Tile) -> Tensor:
@@ -89,27 +88,12 @@ class BackwardPass:
             torch.zeros_like(x, dtype=self.grad_query.dtype, memory_format=torch.contiguous_format)
             for x in (block.key, block.value)
         )
-        for tile, (query_part, key_part, value_part) in self._parts(block, tiles):
-            self.grad_query[:, :, tile.queries] += query_part
+        for tile in self._rules.sight.tiles(block.of) if tiles is None else tiles:
+            rows = tile.queries
+            whole = Whole(self._output[:, :, rows], self._lse[:, :, rows], self._grad_output[:, :, rows])
+            part = self._rules.part(self._query, block, tile)
+            query_part, key_part, value_part = self._rules.kernel.backward(part, whole)
+            self.grad_query[:, :, rows] += query_part
             grad_key[:, :, tile.keys] += key_part
             grad_value[:, :, tile.keys] += value_part
         return grad_key, grad_value
-
-    def _parts(
-        self, block: Block, tiles: tuple[Tile, ...] | None
-    ) -> Iterator[tuple[Tile, tuple[Tensor, Tensor, Tensor]]]:
-        for tile in self._rules.sight.tiles(block.of) if tiles is None else tiles:
-            rows = tile.queries
-            yield (
-                tile,
-                self._rules.kernel.backward(
-                    self._grad_output[:, :, rows],
-                    self._query[:, :, rows],
-                    block.key[:, :, tile.keys],
-                    block.value[:, :, tile.keys],
-                    self._output[:, :, rows],
-                    self._lse[:, :, rows],
-                    self._rules.mask(block.of, tile, self._query.device),
-                    self._rules.scale,
-                ),
-            )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ds_hybrid.attention.blocks import FusedKernel, Mask
+from ds_hybrid.attention.blocks import FusedKernel, Gradients, Mask, Part, Whole
 from ds_hybrid.attention.choose import Clock
 from ds_hybrid.dispatch.collectives import RankGroup, Transfer
 from ds_hybrid.dispatch.meter import Meter
@@ -47,13 +47,13 @@ class TimedKernel(FusedKernel):
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
-        self._charge(query, key, mask, key.shape[3] + value.shape[3])
-        return super().forward(query, key, value, mask, scale)
+    def forward(self, part: Part) -> tuple[Tensor, Tensor]:
+        self._charge(part.query, part.key, part.mask, part.key.shape[3] + part.value.shape[3])
+        return super().forward(part)
 
-    def backward(self, grad_output: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: object) -> object:  # type: ignore[override]
-        self._charge(query, key, rest[2], 3 * key.shape[3] + 2 * value.shape[3])
-        return super().backward(grad_output, query, key, value, *rest)  # type: ignore[arg-type]
+    def backward(self, part: Part, whole: Whole) -> Gradients:
+        self._charge(part.query, part.key, part.mask, 3 * part.key.shape[3] + 2 * part.value.shape[3])
+        return super().backward(part, whole)
 
     def scores(self, query: Tensor, key: Tensor, mask: Mask, scale: float) -> Tensor:
         self._charge(query, key, mask, key.shape[3])

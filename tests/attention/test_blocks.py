@@ -13,7 +13,9 @@ from ds_hybrid.attention.blocks import (
     Kernel,
     Mask,
     Merged,
+    Part,
     PlainKernel,
+    Whole,
     _CudaEfficient,
     _CudaFlash,
 )
@@ -54,9 +56,9 @@ def expected(x: dict[str, Tensor], mask: Mask) -> dict[str, Tensor]:
 
 
 def computed(kernel: Kernel, x: dict[str, Tensor], mask: Mask) -> dict[str, Tensor]:
-    output, lse = kernel.forward(x["query"], x["key"], x["value"], mask, SCALE)
-    whole = lse.masked_fill(lse.isneginf(), torch.inf)
-    gradients = kernel.backward(x["grad"], x["query"], x["key"], x["value"], output, whole, mask, SCALE)
+    part = Part(x["query"], x["key"], x["value"], mask, SCALE)
+    output, lse = kernel.forward(part)
+    gradients = kernel.backward(part, Whole(output, lse.masked_fill(lse.isneginf(), torch.inf), x["grad"]))
     return {"output": output, "lse": lse, **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
 
 
@@ -95,22 +97,22 @@ def test_parts_add_up_in_any_order_with_rows_that_see_nothing() -> None:
                 merged.add(
                     rows,
                     *kernel.forward(
-                        x["query"][:, :, rows],
-                        x["key"][:, :, part],
-                        x["value"][:, :, part],
-                        mask[:, :, rows, part],
-                        SCALE,
+                        Part(
+                            x["query"][:, :, rows],
+                            x["key"][:, :, part],
+                            x["value"][:, :, part],
+                            mask[:, :, rows, part],
+                            SCALE,
+                        )
                     ),
                 )
         torch.testing.assert_close(merged.output, right["output"], rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(merged.lse, right["lse"], rtol=1e-12, atol=1e-12)
-        lse = merged.lse_for_backward()
+        whole = Whole(merged.output, merged.lse_for_backward(), x["grad"])
         grad_query = torch.zeros_like(x["query"])
         for part in order:
-            dq, dk, dv = kernel.backward(
-                x["grad"], x["query"], x["key"][:, :, part], x["value"][:, :, part], merged.output, lse,
-                mask[..., part], SCALE,
-            )  # fmt: skip
+            of_part = Part(x["query"], x["key"][:, :, part], x["value"][:, :, part], mask[..., part], SCALE)
+            dq, dk, dv = kernel.backward(of_part, whole)
             grad_query += dq
             torch.testing.assert_close(dk, right["dk"][:, :, part], rtol=1e-12, atol=1e-12)
             torch.testing.assert_close(dv, right["dv"][:, :, part], rtol=1e-12, atol=1e-12)
@@ -132,7 +134,8 @@ def test_cuda_operators_take_what_they_are_given(
     """Their signatures and shapes, on torch's meta device: nothing is computed."""
     x = {name: tensor.to("meta", dtype) for name, tensor in tensors(num_kv_heads).items()}
     mask: Mask = random_mask().to("meta") if kind == "masked" else kind  # type: ignore[assignment]
-    output, lse = operator.forward(x["query"], x["key"], x["value"], mask, SCALE)
+    part = Part(x["query"], x["key"], x["value"], mask, SCALE)
+    output, lse = operator.forward(part)
     assert (output.shape, lse.shape, lse.dtype) == (x["query"].shape, (2, 4, 40), torch.float32)
-    gradients = operator.backward(x["grad"], x["query"], x["key"], x["value"], output, lse, mask, SCALE)
+    gradients = operator.backward(part, Whole(output, lse, x["grad"]))
     assert [grad.shape for grad in gradients] == [x[name].shape for name in ("query", "key", "value")]

@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# Installs what tests/hosts needs, with apt, when this is root on Debian or its kin. Where it cannot, it says why, and
-# the tests are skipped: this never fails.
+# Installs what tests/hosts needs and is missing, where it can.
 set -euo pipefail
 
 # The program to look for, and its package.
@@ -19,16 +18,5 @@ for program in "${!packages[@]}"; do
 done
 [ ${#missing[@]} -gt 0 ] || exit 0
 
-give_up() {
-    echo "tests/hosts: not installed: ${missing[*]} ($1). Tests that need them will be skipped."
-    exit 0
-}
-
-[ "$(id -u)" = 0 ] || give_up "only root can"
-command -v apt-get >/dev/null || give_up "no apt-get here"
-log=$(mktemp)
-trap 'rm -f "$log"' EXIT
-echo "tests/hosts: installing ${missing[*]}"
-export DEBIAN_FRONTEND=noninteractive
-{ apt-get update && apt-get install -y --no-install-recommends "${missing[@]}"; } >"$log" 2>&1 </dev/null ||
-    give_up "apt-get: $(tail -1 "$log")"
+exec bash "$(dirname "${BASH_SOURCE[0]}")/../install_packages.sh" tests/hosts \
+    "Tests that need them will be skipped." "${missing[@]}"

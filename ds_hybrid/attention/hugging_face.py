@@ -112,9 +112,10 @@ def _problems(model: Any) -> Iterator[str]:
             f"{_SWITCH}: {called} has attention_dropout = {dropout}: the ranks of a sequence would have to draw the "
             "same mask without holding it. Set it to 0."
         )
-    for key in ("attn_logit_softcapping",):
-        if getattr(config, key, None) is not None:
-            yield f'{_SWITCH}: {called} has {key}, which no block of scores here applies. Set it to "off".'
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        yield (
+            f'{_SWITCH}: {called} has attn_logit_softcapping, which no block of scores here applies. Set it to "off".'
+        )
 
 
 def _layer_kinds(config: Any) -> list[str]:

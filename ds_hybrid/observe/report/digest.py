@@ -59,8 +59,11 @@ def view_of(events: RunEvents, *, name: str, timeline: TimelineRecord | None, ti
         timeline_steps: all steps that have a timeline.
     """
     run, places = events.runs[-1], placements(events)
+    records = _loaded(events.steps)
     layers = tuple(
-        layer for facts in run.layers if (layer := _layer_view(facts, events, run, places[facts.name])) is not None
+        _layer_view(facts, records[facts.name], events, run, places[facts.name])
+        for facts in run.layers
+        if facts.name in records
     )
     step = None if timeline is None else _step_view(timeline, run, timeline_steps)
     return RunView(
@@ -108,15 +111,24 @@ def rank_spread(load: Sequence[int] | npt.NDArray[np.int64], slots: Slots) -> fl
     return spread(np.asarray(load)[np.asarray(slots)].sum(axis=1))
 
 
+def _loaded(steps: Sequence[StepRecord]) -> dict[str, list[tuple[StepRecord, LayerStep]]]:
+    """By layer, the records in which tokens came to it."""
+    found: dict[str, list[tuple[StepRecord, LayerStep]]] = {}
+    for record in steps:
+        for layer in record.layers:
+            if any(layer.load):
+                found.setdefault(layer.name, []).append((record, layer))
+    return found
+
+
 def _layer_view(
-    facts: LayerFacts, events: RunEvents, run: RunRecord, since: Sequence[tuple[int, Slots]]
-) -> LayerView | None:
+    facts: LayerFacts,
+    records: Sequence[tuple[StepRecord, LayerStep]],
+    events: RunEvents,
+    run: RunRecord,
+    since: Sequence[tuple[int, Slots]],
+) -> LayerView:
     name = facts.name
-    records = [
-        (record, layer) for record in events.steps for layer in record.layers if layer.name == name and any(layer.load)
-    ]
-    if not records:
-        return None
     groups = next(
         (of.ep_groups for of in run.expert_groups if of.ep_size == len(since[0][1])),
         ((0,),) if run.world_size == 1 else (),

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ds_hybrid.attention.masks import Rule, Sight, documents_of, has_stray_positions
 from ds_hybrid.attention.scheduled import ScheduledAttention
 from ds_hybrid.attention.shards import Shards
+from ds_hybrid.dispatch.meter import Meter
 from ds_hybrid.dispatch.spans import SILENT, Spans
 from ds_hybrid.errors import ConfigError
 
@@ -179,6 +180,11 @@ class SharedAttention:
         self._batch: _Batch | None = None
         self.spans_of: Callable[[nn.Module], Spans] = _silent
 
+    @property
+    def meter(self) -> Meter:
+        """Counts what leaves this rank."""
+        return self._attention.group.meter
+
     def __call__(
         self,
         module: nn.Module,
@@ -233,9 +239,8 @@ class SharedAttention:
             attention_mask = attention_mask.is_real
         rule = Rule(causal=causal, window=sliding_window)
         sight = self._sight(rule, position_ids, attention_mask, batch=query.shape[0])
-        meter = self._attention.group.meter
-        meter.begin(training=module.training)
-        meter.watched_by = self.spans_of(module)
+        self.meter.begin(training=module.training)
+        self.meter.watched_by = self.spans_of(module)
         output = self._attention(query, key, value, sight, scale=scaling, dropout=dropout)
         return output.transpose(1, 2), None
 

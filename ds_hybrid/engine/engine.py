@@ -59,7 +59,7 @@ from ds_hybrid.engine.groups import (
 )
 from ds_hybrid.engine.load_plan import LoadPlan, plan_load
 from ds_hybrid.engine.moe_stats import StatsReader
-from ds_hybrid.engine.observer import Observer, Unobserved
+from ds_hybrid.engine.observer import Observer
 from ds_hybrid.engine.parameter_groups import split_groups, split_optimizer
 from ds_hybrid.engine.rebalancer import Rebalancer
 from ds_hybrid.engine.resharding import LocalNames, load_unparted_optimizer, load_untrained, whole_names
@@ -69,6 +69,7 @@ from ds_hybrid.engine.sequence_parallel import SequenceParallel, share_sequences
 from ds_hybrid.engine.staging import begin, publish, staged_tag
 from ds_hybrid.engine.tensor_parallel import refuse_empty_shards, sum_gradients_of_blocks
 from ds_hybrid.engine.versions import untested_versions
+from ds_hybrid.engine.watcher import Watcher
 from ds_hybrid.engine.whole_weights import gather_whole, save_whole_model
 from ds_hybrid.errors import ConfigError, PlacementError
 from ds_hybrid.moe.autoep import HybridAutoEPLayer
@@ -128,10 +129,10 @@ class MoEEngine(DeepSpeedEngine):
         costs = CostMeter(layers, self._expert_grids, all_groups, self.cluster, self._cut_by_nodes)
         return Rebalancer(layers, config, costs, self._move_experts)
 
-    def _make_observer(self, layers: Sequence[MoELayer]) -> Unobserved:
+    def _make_observer(self, layers: Sequence[MoELayer]) -> Watcher:
         config = self.hybrid_config.observe
         if config.directory is None and not self.monitor.enabled:
-            return Unobserved()
+            return Watcher()
 
         def describe(no_nvlink: str | None) -> RunRecord:
             return run_record(
@@ -145,7 +146,8 @@ class MoEEngine(DeepSpeedEngine):
                 no_nvlink=no_nvlink,
             )
 
-        return Observer(config, layers, self.module, self.monitor, self.cluster, describe, self._shared_attention())
+        attention = self._shared_attention()
+        return Observer(config, layers, self.module, self.monitor, self.cluster, describe, self.get_lr, attention)
 
     def _shared_attention(self) -> SharedAttention | None:
         return None if self.sequence_parallel is None else self.sequence_parallel.shared
@@ -217,9 +219,10 @@ class MoEEngine(DeepSpeedEngine):
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
         """As DeepSpeed's."""
-        self._observer.loss(loss, factor=1 if scale_wrt_gas else self.gradient_accumulation_steps())
         with self._observer.work("backward", "backward"):
-            return super().backward(loss, retain_graph, scale_wrt_gas)
+            result = super().backward(loss, retain_graph, scale_wrt_gas)
+        self._observer.loss(loss, factor=1 if scale_wrt_gas else self.gradient_accumulation_steps())
+        return result
 
     def _take_model_step(self, lr_kwargs: Any) -> None:
         with self._observer.work("optimizer", "step"):
@@ -231,8 +234,10 @@ class MoEEngine(DeepSpeedEngine):
             look = None
             if self._rebalancer is not None:
                 look = self._rebalancer.after_step(self.global_steps, self.optimizer)
-        progress = Progress(self.global_steps, self.global_samples, tuple(map(float, self.get_lr())))
-        self._observer.after_step(progress, changes, look)
+        self._observer.after_step(self._progress(), changes, look)
+
+    def _progress(self) -> Progress:
+        return Progress(self.global_steps, self.global_samples)
 
     def save_checkpoint(
         self,
@@ -429,7 +434,7 @@ class MoEEngine(DeepSpeedEngine):
         began = time.perf_counter()
         report = self._move_experts(targets)
         get_accelerator().synchronize()
-        self._observer.moved(self.global_steps, targets, report, time.perf_counter() - began)
+        self._observer.moved(self._progress(), targets, report, time.perf_counter() - began)
         return report
 
     def destroy(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 
 from ds_hybrid.dispatch.choose import DispatcherChange
 from ds_hybrid.observe.events import (
+    AttentionStep,
     DispatcherRecord,
     GainRecord,
     GpuTraffic,
@@ -26,17 +28,26 @@ from ds_hybrid.placement import ExpertPlacement
 from ds_hybrid.rebalance.look import Look
 from ds_hybrid.rebalance.policy import LayerOutlook
 
-SECRETS = {"key", "token", "password", "secret", "credential"}
-"""Words of a key, between its underscores, that name a secret."""
+SECRETS = {"key", "apikey", "token", "password", "passwd", "secret", "secrets", "credential", "credentials"}
+"""Words of a key that name a secret."""
+
+_BETWEEN_WORDS = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])")
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run is: optimizer steps and samples so far, learning rates of the parameter groups."""
+    """Where a run is: optimizer steps and samples so far."""
 
     step: int
     samples: int
-    lr: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class AttentionReport:
+    """What attention over shared sequences sent from one rank in training, and how long it waited for others'."""
+
+    wire_bytes: int
+    exposed_seconds: float
 
 
 @dataclass(frozen=True)
@@ -48,6 +59,7 @@ class RankReport:
         host_memory, accelerator_memory: see :class:`ds_hybrid.observe.events.StepRecord`.
         host: the name of the rank's host.
         nvlink: the use of that host's GPUs, told by one rank of it.
+        attention: None where no ranks share sequences.
     """
 
     loss: float
@@ -56,23 +68,39 @@ class RankReport:
     accelerator_memory: int | None
     host: str
     nvlink: NvlinkUse | None = None
+    attention: AttentionReport | None = None
 
 
 def without_secrets(document: Any) -> Any:
-    """A JSON document whose keys that name secrets have lost their values."""
+    """A document as JSON, whose keys that name secrets have lost their values; what JSON lacks is there in words."""
     if isinstance(document, Mapping):
         return {
-            key: "(left out)"
-            if SECRETS & set(str(key).lower().split("_")) and value is not None
-            else without_secrets(value)
+            str(key): "(left out)" if _names_secret(str(key)) and value is not None else without_secrets(value)
             for key, value in document.items()
         }
-    return [without_secrets(value) for value in document] if isinstance(document, list | tuple) else document
+    if isinstance(document, list | tuple):
+        return [without_secrets(value) for value in document]
+    return document if document is None or isinstance(document, str | int | float) else str(document)
+
+
+def _names_secret(key: str) -> bool:
+    return not SECRETS.isdisjoint(word.lower() for word in _BETWEEN_WORDS.split(key))
 
 
 def slots(placement: ExpertPlacement) -> tuple[tuple[int, ...], ...]:
     """[P][E/P], the experts of each place."""
     return tuple(map(tuple, placement.expert_of_slot.tolist()))
+
+
+def longest_placed(since: Sequence[tuple[int, ExpertPlacement]], until: int) -> ExpertPlacement:
+    """Where a layer's experts were in most of the steps.
+
+    Args:
+        since: after which step they came where, the first at the beginning.
+        until: the last step.
+    """
+    ends = [*(step for step, _ in since[1:]), until]
+    return max(zip(since, ends, strict=True), key=lambda each: each[1] - each[0][0])[0][1]
 
 
 def step_record(
@@ -85,6 +113,7 @@ def step_record(
     time: float,
     num_steps: int,
     seconds: float,
+    lr: Sequence[float],
 ) -> StepRecord:
     """What the training of ``num_steps`` steps did.
 
@@ -92,6 +121,7 @@ def step_record(
         stats: of training alone, all ranks together.
         placements, top_k: by layer.
         reports: of each of the R ranks.
+        lr: by parameter group.
     """
     tokens = max((sum(layer.expert_load) // top_k[layer.name] for layer in stats.layers), default=0)
     num_losses = sum(report.num_losses for report in reports)
@@ -103,7 +133,7 @@ def step_record(
         num_steps=num_steps,
         seconds=seconds,
         loss=sum(report.loss for report in reports) / num_losses if num_losses else None,
-        lr=progress.lr,
+        lr=tuple(map(float, lr)),
         tokens=tokens,
         tokens_per_second=tokens / seconds if tokens and seconds > 0 else None,
         exposed_fraction=stats.exposed_seconds / (len(reports) * seconds) if seconds > 0 else None,
@@ -111,6 +141,7 @@ def step_record(
         wire_bytes_per_token=stats.wire_bytes_per_token if tokens else None,
         lower_bound_ratio=_known(stats.lower_bound_ratio),
         layers=tuple(_layer_step(layer, placements[layer.name]) for layer in stats.layers),
+        attention=_attention_step([report.attention for report in reports if report.attention is not None], seconds),
         host_memory=tuple(report.host_memory for report in reports),
         accelerator_memory=tuple(on_accelerator) or None,
         nvlink=tuple(traffic for report in reports for traffic in _traffic(report)),
@@ -134,6 +165,17 @@ def _layer_step(stats: LayerStats, placement: ExpertPlacement) -> LayerStep:
         lower_bound=stats.lower_bound,
         lower_bound_ratio=_known(stats.lower_bound_ratio),
         exposed_seconds=stats.exposed_seconds,
+    )
+
+
+def _attention_step(of_ranks: Sequence[AttentionReport], seconds: float) -> AttentionStep | None:
+    if not of_ranks:
+        return None
+    exposed = sum(sent.exposed_seconds for sent in of_ranks)
+    return AttentionStep(
+        wire_bytes=sum(sent.wire_bytes for sent in of_ranks),
+        exposed_seconds=exposed,
+        exposed_fraction=exposed / (len(of_ranks) * seconds) if seconds > 0 else None,
     )
 
 

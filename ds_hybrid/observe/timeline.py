@@ -1,4 +1,4 @@
-"""Spans of all ranks on one clock. Pure."""
+"""Spans of all ranks on one clock, and of which steps they are kept. Pure."""
 
 from __future__ import annotations
 
@@ -30,43 +30,78 @@ class Timed:
     seconds: float
 
 
+@dataclass(frozen=True)
+class SpanColumns:
+    """What one rank sends of its N spans: 28 bytes each.
+
+    Attributes:
+        names: what the numbers in ``name`` stand for.
+        name, phase: [N] uint8.
+        layer: [N] int16.
+        start_us, us, exposed_us: [N] int64 microseconds; starts as those of :class:`Timed`.
+    """
+
+    names: tuple[str, ...]
+    name: npt.NDArray[np.uint8]
+    phase: npt.NDArray[np.uint8]
+    layer: npt.NDArray[np.int16]
+    start_us: npt.NDArray[np.int64]
+    us: npt.NDArray[np.int64]
+    exposed_us: npt.NDArray[np.int64]
+
+
+def span_columns(spans: Sequence[Timed]) -> SpanColumns:
+    """The spans of one rank, and how much of each was waiting."""
+    names = {name: number for number, name in enumerate(dict.fromkeys(span.name for span in spans))}
+    phases: dict[str, int] = {phase: number for number, phase in enumerate(PHASES)}
+    starts = np.array([span.start for span in spans], dtype=np.float64)
+    ends = starts + np.array([span.seconds for span in spans], dtype=np.float64)
+    is_wait = np.array([span.name == WAIT for span in spans], dtype=bool)
+    return SpanColumns(
+        names=tuple(names),
+        name=np.array([names[span.name] for span in spans], dtype=np.uint8),
+        phase=np.array([phases[span.phase] for span in spans], dtype=np.uint8),
+        layer=np.array([span.layer for span in spans], dtype=np.int16),
+        start_us=_microseconds(starts),
+        us=_microseconds(ends - starts),
+        exposed_us=_microseconds(waited_within(starts, ends, starts[is_wait], ends[is_wait])),
+    )
+
+
 def timeline_record(
-    spans_of_rank: Sequence[Sequence[Timed]], layers: Sequence[str], *, time: float, step: int
+    columns_of_rank: Sequence[SpanColumns], layers: Sequence[str], *, time: float, step: int
 ) -> TimelineRecord:
     """The record of a step; its clock begins with the first span of any rank.
 
     Args:
-        spans_of_rank: for each of the R ranks.
+        columns_of_rank: for each of the R ranks.
         layers: the names that the spans' numbers stand for.
     """
-    everything = [span for spans in spans_of_rank for span in spans]
-    names = list(dict.fromkeys(span.name for span in everything))
-    begin = min((span.start for span in everything), default=0.0)
-    end = max((span.start + span.seconds for span in everything), default=0.0)
+    names = tuple(dict.fromkeys(name for columns in columns_of_rank for name in columns.names))
+    with_spans = [columns for columns in columns_of_rank if columns.names]
+    begin_us = min((int(columns.start_us.min()) for columns in with_spans), default=0)
+    end_us = max((int((columns.start_us + columns.us).max()) for columns in with_spans), default=0)
     return TimelineRecord(
         time=time,
         step=step,
-        seconds=end - begin,
-        names=tuple(names),
+        seconds=(end_us - begin_us) / 1e6,
+        names=names,
         phases=PHASES,
         layers=tuple(layers),
-        ranks=tuple(_columns(rank, spans, names, begin) for rank, spans in enumerate(spans_of_rank)),
+        ranks=tuple(_of_rank(rank, columns, names, begin_us) for rank, columns in enumerate(columns_of_rank)),
     )
 
 
-def _columns(rank: int, spans: Sequence[Timed], names: list[str], begin: float) -> RankSpans:
-    starts = np.array([span.start - begin for span in spans], dtype=np.float64)
-    ends = starts + np.array([span.seconds for span in spans], dtype=np.float64)
-    is_wait = np.array([span.name == WAIT for span in spans], dtype=bool)
-    exposed = waited_within(starts, ends, starts[is_wait], ends[is_wait])
+def _of_rank(rank: int, columns: SpanColumns, names: tuple[str, ...], begin_us: int) -> RankSpans:
+    in_record = np.array([names.index(name) for name in columns.names], dtype=np.int64)
     return RankSpans(
         rank=rank,
-        name=tuple(names.index(span.name) for span in spans),
-        phase=tuple(PHASES.index(span.phase) for span in spans),
-        layer=tuple(span.layer for span in spans),
-        start_us=_microseconds(starts),
-        us=_microseconds(ends - starts),
-        exposed_us=_microseconds(exposed),
+        name=tuple(in_record[columns.name].tolist()),
+        phase=tuple(columns.phase.tolist()),
+        layer=tuple(columns.layer.tolist()),
+        start_us=tuple((columns.start_us - begin_us).tolist()),
+        us=tuple(columns.us.tolist()),
+        exposed_us=tuple(columns.exposed_us.tolist()),
     )
 
 
@@ -87,5 +122,13 @@ def waited_within(
     return waited
 
 
-def _microseconds(seconds: npt.NDArray[np.float64]) -> tuple[int, ...]:
-    return tuple(np.rint(1e6 * seconds).astype(int).tolist())
+def _microseconds(seconds: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+    return np.rint(1e6 * seconds).astype(np.int64)
+
+
+def is_kept(number: int) -> bool:
+    """Whether the ``number``-th record of a run comes with a timeline: those of up to two significant digits.
+
+    So all of the first 100 do, then every 10th, from the 1000th on every 100th: 90 for each tenfold of a run's length.
+    """
+    return number % 10 ** max(len(str(number)) - 2, 0) == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 from pathlib import Path
 
@@ -14,18 +16,32 @@ _PIECE = 1 << 16
 class RecordWriter:
     """Writes the records of one run, each at once, so that a crash loses at most the line that it interrupts.
 
-    What a run before has left torn at the end of a file is cut off.
+    The directory is this writer's alone until it is closed or its process ends. What a run before has left torn at the
+    end of a file is cut off.
 
     Raises:
-        EventsError: the directory, or a file in it, cannot be written.
+        EventsError: the directory, or a file in it, cannot be written, or another writer has it.
     """
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
+        self._files: dict[str, int] = {}
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            self._files = {name: _open(self.directory / name) for name in (EVENTS_FILE, TIMELINE_FILE)}
+            for name in (EVENTS_FILE, TIMELINE_FILE):
+                self._files[name] = os.open(self.directory / name, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            if not _lock(self._files[EVENTS_FILE]):
+                raise EventsError(
+                    f'ds_hybrid.observe.directory = "{directory}": another engine writes there now. Give each its own '
+                    "directory, end an earlier one of this process with engine.destroy(), or set it to null."
+                )
+            for file in self._files.values():
+                _cut_torn_end(file)
+        except EventsError:
+            self.close()
+            raise
         except OSError as error:
+            self.close()
             raise EventsError(
                 f'ds_hybrid.observe.directory = "{directory}": {error.strerror}: {error.filename}. Name a directory '
                 "that rank 0 can write, or set it to null."
@@ -43,14 +59,32 @@ class RecordWriter:
             line = line[os.write(self._files[name], line) :]
 
     def close(self) -> None:
-        for file in self._files.values():
+        for name, file in self._files.items():
+            if name == EVENTS_FILE:
+                _unlock(file)
             os.close(file)
         self._files = {}
 
 
-def _open(path: Path) -> int:
-    """For appending; what follows the last whole line is cut off."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+def _lock(file: int) -> bool:
+    """Whether nobody else has it. Where the file system knows no locks, everybody has."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _unlock(file: int) -> None:
+    """For workers that were forked meanwhile, too: they have the same lock."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def _cut_torn_end(file: int) -> None:
+    """Cut off what follows the last whole line."""
     end = size = os.fstat(file).st_size
     while end > 0:
         begin = max(end - _PIECE, 0)
@@ -60,4 +94,3 @@ def _open(path: Path) -> int:
             break
     if end < size:
         os.ftruncate(file, end)
-    return file

@@ -208,7 +208,7 @@ NAMES = [
     "torch.distributed.distributed_c10d:_world.pg_map",
     "deepspeed.utils.groups:_EXPERT_PARALLEL_GROUP_RANKS",
     "deepspeed.utils.groups:_EXPERT_DATA_PARALLEL_GROUP_RANKS",
-    # dispatch/meter.py, dispatch/spans.py
+    # dispatch/spans.py
     "torch:_C._current_graph_task_id",
 ]
 

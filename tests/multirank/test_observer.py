@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import ds_hybrid
+from ds_hybrid.dispatch.meter import WireBytes
 from ds_hybrid.dispatch.traffic import WireShape, backward_traffic, forward_traffic
 from ds_hybrid.engine import observer
 from ds_hybrid.errors import ConfigError
@@ -303,7 +304,8 @@ def test_timelines_can_be_left_out(two_ranks: RankPool, tmp_path: Path) -> None:
 def test_decisions_and_what_came_of_them_are_told(four_ranks: RankPool, tmp_path: Path) -> None:
     run = replace(QWEN, mode="auto")
     options = observe(tmp_path) | {"rebalance": EAGER}
-    stories = four_ranks.run(observed, run, options, None, 12)
+    monitors = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
+    stories = four_ranks.run(observed, run, options, monitors, 12)
     read = read_events(tmp_path)
     moves = [record for record in read.rebalances if record.action == "moved"]
     assert moves
@@ -333,6 +335,23 @@ def test_decisions_and_what_came_of_them_are_told(four_ranks: RankPool, tmp_path
         assert min(change.predicted_seconds, key=change.predicted_seconds.__getitem__) == change.after
         modes[change.layer] = change.after
     assert {layer.name: layer.mode for layer in read.steps[0].layers} == modes
+
+    def shown(name: str) -> list[tuple[int, float]]:
+        with (tmp_path / "job" / f"Train_Samples_{name}.csv").open() as file:
+            return [(int(samples), float(value)) for samples, value in list(csv.reader(file))[1:]]
+
+    samples = samples_per_step(run)
+    assert shown("moe_experts_moved") == [(record.step * samples, record.num_moved) for record in moves]
+    assert shown("moe_rebalance_predicted_gain") == [
+        (record.step * samples, pytest.approx(sum(each.predicted_gain for each in record.decisions if each.pays)))
+        for record in moves
+    ]
+    at = sorted({gain.step for gain in read.gains})
+    assert shown("moe_rebalance_measured_gain") == [
+        (step * samples, pytest.approx(sum(gain.measured for gain in read.gains if gain.step == step))) for step in at
+    ]
+    changes = len(read.dispatchers)
+    assert changes == 0 or shown("moe_dispatcher_changes") == [(samples, changes)]
 
 
 def moved_by_call(folder: Path) -> None:
@@ -417,7 +436,14 @@ def test_a_disk_that_is_full_does_not_end_the_training(two_ranks: RankPool, tmp_
 def test_timelines_show_exchanges_of_keys_and_values(two_ranks: RankPool, tmp_path: Path) -> None:
     run = Sequences(kv_gather="ring", num_steps=2)
     hybrid = {**run.ds_config()["ds_hybrid"], "observe": {"directory": str(tmp_path), "interval": 2}}
-    assert two_ranks.run(modes_of_attention, replace(run, changes={"ds_hybrid": hybrid})) == [{"kv_gather"}] * 2
+    totals = two_ranks.run(sent_by_attention, replace(run, changes={"ds_hybrid": hybrid}))
+    assert [set(total.by_mode) for total in totals] == [{"kv_gather"}] * 2
+    (record,) = read_events(tmp_path).steps
+    assert record.attention is not None
+    assert record.attention.wire_bytes == sum(total.payload + total.metadata for total in totals) > 0
+    exposed = sum(total.exposed_seconds for total in totals)
+    assert record.attention.exposed_seconds == pytest.approx(exposed)
+    assert record.attention.exposed_fraction == pytest.approx(exposed / (2 * record.seconds))
     timeline = find_timelines(tmp_path).read(2)
     names = [f"model.layers.{number}.self_attn" for number in range(2)]
     assert list(timeline.layers[-2:]) == names
@@ -433,9 +459,9 @@ def test_timelines_show_exchanges_of_keys_and_values(two_ranks: RankPool, tmp_pa
             assert gather.exposed == pytest.approx(sum(inside), abs=1e-5)
 
 
-def modes_of_attention(run: Sequences) -> set[str]:
+def sent_by_attention(run: Sequences) -> WireBytes:
     engine = make_engine(run)
     steps(engine, run, range(run.num_steps))
-    modes = set(engine.sequence_parallel.attention.group.meter.total().by_mode)
+    total: WireBytes = engine.sequence_parallel.attention.group.meter.total()
     engine.destroy()
-    return modes
+    return total

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ds_hybrid.dispatch.choose import DispatcherChange
 from ds_hybrid.observe.compose import (
+    AttentionReport,
     Progress,
     RankReport,
     dispatcher_records,
+    longest_placed,
     rebalance_records,
     relative_entropy,
     step_record,
     without_secrets,
 )
-from ds_hybrid.observe.events import GainRecord, RebalanceRecord, StepRecord
-from ds_hybrid.observe.monitor import monitor_events
+from ds_hybrid.observe.events import AttentionStep, GainRecord, RebalanceRecord, StepRecord
+from ds_hybrid.observe.monitor import change_events, look_events, monitor_events, moved_events
 from ds_hybrid.observe.nvlink import GpuUse, NotAvailable
 from ds_hybrid.observe.stats import LayerStats, MoEStats
 from ds_hybrid.placement import ExpertPlacement
 from ds_hybrid.rebalance.look import Gain, Look, Move
 from ds_hybrid.rebalance.policy import LayerOutlook
+from tests.observe.runs import run_record
 
 PLACEMENT = ExpertPlacement.from_slots([[0, 3], [1, 2]])
 STATS = LayerStats(
@@ -53,10 +60,11 @@ def record_of(*layers: LayerStats, **changes: Any) -> StepRecord:
         {"a": PLACEMENT, "b": PLACEMENT},
         {"a": 2, "b": 2},
         reports(**changes),
-        Progress(step=20, samples=160, lr=(0.1, 0.2)),
+        Progress(step=20, samples=160),
         time=7.0,
         num_steps=10,
         seconds=2.0,
+        lr=[0.1, 0.2],
     )
 
 
@@ -70,6 +78,7 @@ def test_figures_of_a_step_by_hand() -> None:
     assert record.wire_bytes_per_token == 1000 / 50
     assert record.lower_bound_ratio == 1000 / 800
     assert (record.host_memory, record.accelerator_memory, record.nvlink) == ((100, 100), None, ())
+    assert record.attention is None
     layer, empty = record.layers
     assert (layer.load, layer.load_max_over_mean) == ((40, 30, 20, 10), 1.6)
     shares = (0.4, 0.3, 0.2, 0.1)
@@ -88,10 +97,11 @@ def test_a_model_without_moe_layers_and_a_run_without_backward() -> None:
         {},
         {},
         [RankReport(0.0, 0, 1, None, "h")],
-        Progress(1, 1, ()),
+        Progress(1, 1),
         time=0.0,
         num_steps=1,
         seconds=0.0,
+        lr=(),
     )
     assert (record.loss, record.tokens, record.tokens_per_second, record.lower_bound_ratio) == (None, 0, None, None)
     assert [name for name, *_ in monitor_events(record)] == ["Train/Samples/host_memory_max"]
@@ -115,6 +125,23 @@ def test_accelerators_and_nvlinks_where_there_are_some() -> None:
     assert record_of(STATS, nvlink=NotAvailable("no driver")).nvlink == ()
 
 
+def test_attention_that_ranks_share_is_summed_over_them() -> None:
+    record = record_of(STATS, attention=AttentionReport(wire_bytes=300, exposed_seconds=0.5))
+    assert record.attention == AttentionStep(wire_bytes=300, exposed_seconds=0.5, exposed_fraction=0.25)
+    values = {name: value for name, value, _ in monitor_events(record)}
+    assert values["Train/Samples/attention_wire_bytes"] == 300
+    assert values["Train/Samples/attention_exposed_fraction"] == 0.25
+
+
+def test_experts_are_where_they_were_in_most_of_the_steps() -> None:
+    other, third = ExpertPlacement.from_slots([[0, 1], [2, 3]]), ExpertPlacement.from_slots([[3, 1], [2, 0]])
+    assert longest_placed([(10, PLACEMENT)], 20) == PLACEMENT
+    assert longest_placed([(10, PLACEMENT), (20, other)], 20) == PLACEMENT  # moved after the last step
+    assert longest_placed([(0, PLACEMENT), (0, other)], 10) == other  # before the first one
+    assert longest_placed([(10, PLACEMENT), (13, other), (18, third)], 20) == other
+    assert longest_placed([(10, PLACEMENT), (15, other)], 20) == PLACEMENT
+
+
 def test_monitors_get_names_in_deepspeeds_style_over_samples() -> None:
     events = {name: (value, samples) for name, value, samples in monitor_events(record_of(STATS, NOTHING))}
     assert {samples for _, samples in events.values()} == {160}
@@ -135,6 +162,20 @@ def test_secrets_of_a_ds_config_stay_out() -> None:
         "list": [{"token": "(left out)"}],
         "wandb": {"api_key": None},
     }
+    secrets = ["hf_token", "wandb_api_key", "aws_secret_access_key", "WANDB_API_KEY", "apiKey", "db-password", "apikey"]
+    harmless = ["tokenizer", "max_tokens", "keys", "monkey", "secretary", "tokens_per_second"]
+    document = dict.fromkeys([*secrets, *harmless], "x")
+    assert {key for key, value in without_secrets(document).items() if value != "x"} == set(secrets)
+
+
+def test_a_ds_config_with_what_json_lacks_is_written_in_words() -> None:
+    document = {"dtype": torch.bfloat16, "at": [Path("/a"), (1, 2.5)], 3: {"nan": math.nan, "none": None, "flag": True}}
+    record = run_record(ds_config=without_secrets(document))
+    assert json.loads(record.to_line())["ds_config"] == {
+        "dtype": "torch.bfloat16",
+        "at": ["/a", [1, 2.5]],
+        "3": {"nan": "NaN", "none": None, "flag": True},
+    }
 
 
 OUTLOOK = LayerOutlook(1.6, 1.1, 1.0, 3, 1.2, 4, 1, 2, 0.004, 0.002, True, "earned back in 1 steps")
@@ -152,6 +193,28 @@ def test_a_look_becomes_the_gains_of_earlier_moves_and_a_decision() -> None:
     assert (of_layer.load_before, of_layer.load_after, of_layer.load_bound) == (1.6, 1.1, 1.0)
     assert (of_layer.hottest_expert, of_layer.hottest_load, of_layer.num_moved_across) == (3, 1.2, 1)
     assert (of_layer.predicted_gain, of_layer.predicted_cost, of_layer.pays) == (0.004, 0.002, True)
+
+
+def test_monitors_see_moves_and_what_they_bring() -> None:
+    outlooks = {"a": OUTLOOK, "b": replace(OUTLOOK, gain_seconds_per_step=0.5), "c": replace(OUTLOOK, pays=False)}
+    gains = (Gain("a", 10, 0.005, -0.001), Gain("b", 10, 0.002, 0.004))
+    moved = Look("moved", "", outlooks, gains, Move(("a", "b"), 4, 0.25, 0.002, 4096))
+    assert look_events(moved, 160) == [
+        ("Train/Samples/moe_experts_moved", 4.0, 160),
+        ("Train/Samples/moe_rebalance_predicted_gain", pytest.approx(0.504), 160),
+        ("Train/Samples/moe_rebalance_measured_gain", pytest.approx(0.003), 160),
+    ]
+    dry = look_events(replace(moved, outcome="dry_run", gains=(), move=None), 160)
+    assert dry == [("Train/Samples/moe_rebalance_predicted_gain", pytest.approx(0.504), 160)]
+    assert look_events(replace(moved, outcome="too_costly", gains=(), move=None), 160) == []
+    assert look_events(Look("stays", "nothing moves"), 160) == []
+    assert moved_events(3, 8) == [("Train/Samples/moe_experts_moved", 3.0, 8)]
+
+
+def test_monitors_count_changes_of_dispatchers() -> None:
+    change = DispatcherChange("a", "two_stage", "allgather", {"two_stage": 0.003, "allgather": 0.002})
+    assert change_events([change, change], 8) == [("Train/Samples/moe_dispatcher_changes", 2.0, 8)]
+    assert change_events([], 8) == []
 
 
 def test_a_look_without_moves_names_no_placements() -> None:

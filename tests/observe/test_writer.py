@@ -1,7 +1,13 @@
-"""Whole lines, whatever happened before."""
+"""Whole lines, whatever happened before, and one writer at a time."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,12 +27,13 @@ def test_each_record_is_there_at_once_and_a_later_run_appends(tmp_path: Path) ->
     writer.write(timeline_record(10))
     writer.close()
     writer = RecordWriter(folder)
-    writer.write(step_record(10))
+    for step in (10, 20):
+        writer.write(step_record(step))
     writer.write(timeline_record(20))
     writer.close()
-    assert read_events(folder).records == (run_record(), step_record(10))
+    assert read_events(folder).records == (run_record(), step_record(10), step_record(20))
     assert find_timelines(folder).steps == (10, 20)
-    assert [len((folder / name).read_text().splitlines()) for name in (EVENTS_FILE, TIMELINE_FILE)] == [2, 2]
+    assert [len((folder / name).read_text().splitlines()) for name in (EVENTS_FILE, TIMELINE_FILE)] == [3, 2]
 
 
 @pytest.mark.parametrize("torn", [b'{"version": 1, "kind": "st', b"x" * 200_000], ids=["short", "long"])
@@ -46,6 +53,54 @@ def test_what_a_crash_left_torn_is_cut_off(tmp_path: Path, torn: bytes) -> None:
 
 def test_a_file_that_is_torn_from_its_beginning_is_begun_anew(tmp_path: Path) -> None:
     (tmp_path / EVENTS_FILE).write_text('{"version"')
+    writer = RecordWriter(tmp_path)
+    writer.write(run_record())
+    writer.close()
+    assert read_events(tmp_path).records == (run_record(),)
+
+
+def test_a_directory_has_one_writer_at_a_time(tmp_path: Path) -> None:
+    writer = RecordWriter(tmp_path)
+    os.write(writer._files[EVENTS_FILE], b'{"half a line')
+    with pytest.raises(EventsError, match=rf'"{tmp_path}": another engine writes there now\. Give each its own'):
+        RecordWriter(tmp_path)
+    os.write(writer._files[EVENTS_FILE], b'":1}\n')  # nobody has cut it off
+    assert (tmp_path / EVENTS_FILE).read_text() == '{"half a line":1}\n'
+    writer.close()
+    RecordWriter(tmp_path).close()
+
+
+def test_a_worker_that_was_forked_meanwhile_holds_nothing_up(tmp_path: Path) -> None:
+    writer = RecordWriter(tmp_path)
+    worker = os.fork()
+    if worker == 0:
+        signal.pause()
+    try:
+        writer.close()
+        RecordWriter(tmp_path).close()
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        os.waitpid(worker, 0)
+
+
+def test_another_process_is_refused_until_the_writer_dies(tmp_path: Path) -> None:
+    write = "writer = RecordWriter(sys.argv[1]); print(1, flush=True); input()"
+    command = [sys.executable, "-c", f"import sys; from ds_hybrid.observe.writer import RecordWriter; {write}"]
+    with subprocess.Popen([*command, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"1\n"
+        with pytest.raises(EventsError, match="another engine writes there now"):
+            RecordWriter(tmp_path)
+        process.kill()
+        process.wait(timeout=30)
+    RecordWriter(tmp_path).close()
+
+
+def test_a_file_system_without_locks_serves_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(file: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
     writer = RecordWriter(tmp_path)
     writer.write(run_record())
     writer.close()

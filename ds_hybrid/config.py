@@ -114,7 +114,9 @@ class ObserveConfig(_Section):
         default=10, ge=1, description="Optimizer steps between two events, in the directory and in monitors."
     )
     timeline: bool = Field(
-        default=True, description="Also write what every rank did when in the last step of each interval."
+        default=True,
+        description="Also write what every rank did when in the last step of each interval; after 100 intervals, in "
+        "that of each tenth, and so on.",
     )
     routing_trace: bool = Field(
         default=False, description="Also write how many tokens each expert got, for each step and layer."

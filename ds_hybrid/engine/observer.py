@@ -132,8 +132,10 @@ class Observer(Watcher):
         except OSError as error:
             problem = f'ds_hybrid.observe.directory = "{directory}": {error}. Name one that rank 0 can write.'
         except Exception as error:  # raised on this rank alone, it would leave the others waiting
-            what = f"{type(error).__name__}: {error}"
-            problem = f'ds_hybrid.observe.directory = "{directory}": the run has no description: {what}. Set it to null.'
+            problem = (
+                f'ds_hybrid.observe.directory = "{directory}": the run has no description: {type(error).__name__}: '
+                f"{error}. Set it to null."
+            )
         if records is not None:
             records.close()
         return [problem]

@@ -31,7 +31,7 @@ from ds_hybrid.observe.events import (
 
 R = TypeVar("R", bound=Record)
 
-_HEAD = re.compile(rb'\{"version":[0-9]+,"time":([^,]+),"step":([0-9]+),')
+_HEAD = re.compile(rb'\{"version":([0-9]+),"time":([^,]+),"step":([0-9]+),')
 """How every line begins that ds_hybrid wrote."""
 
 
@@ -235,19 +235,19 @@ def _step_and_time(line: Line) -> tuple[int, float]:
     if head is None:
         record = _record(line)
         return record.step, record.time
-    return int(head[2]), float(head[1])
+    return int(head[3]), float(head[2])
 
 
 def _record(line: Line) -> AnyRecord:
     try:
-        fields = json.loads(line.text)
-        version = fields["version"]
+        head = _HEAD.match(line.text)
+        version = json.loads(line.text)["version"] if head is None else int(head[1])
         if version > SCHEMA_VERSION:
             raise EventsError(
                 f"{line.place}: schema version {version}, this ds_hybrid reads up to {SCHEMA_VERSION}. Read it with "
                 "the ds_hybrid that wrote it, or a later one."
             )
-        return RECORDS.validate_python(fields)
+        return RECORDS.validate_json(line.text)
     except (ValueError, KeyError, TypeError) as error:
         if isinstance(error, EventsError):
             raise

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ds_hybrid
-from ds_hybrid.dispatch.meter import WireBytes
+from ds_hybrid.dispatch.meter import WireBytes, is_recomputing
 from ds_hybrid.dispatch.traffic import WireShape, backward_traffic, forward_traffic
 from ds_hybrid.engine import observer
 from ds_hybrid.errors import ConfigError
@@ -72,7 +72,7 @@ def train(engine: Any, run: Run | explicit.Setup, steps: range) -> Story:
     def note(number: int) -> Any:
         def hook(module: Any, _: Any, output: Any) -> None:
             chosen = output[1] if isinstance(run, Run) else output.routing.topk_ids
-            if module.training and torch._C._current_graph_task_id() == -1:
+            if module.training and not is_recomputing():
                 ids[-1][number].append(chosen.numpy().copy())
 
         return hook

@@ -381,7 +381,7 @@ class TimelineRecord(Record):
         of = self.ranks[rank]
         columns = zip(of.name, of.phase, of.layer, of.start_us, of.us, of.exposed_us, strict=True)
         found = (
-            Span(
+            Span.model_construct(  # of columns that were checked: there may be 100,000
                 name=self.names[name],
                 phase=self.phases[phase],
                 layer=None if layer < 0 else self.layers[layer],

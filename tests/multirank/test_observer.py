@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ds_hybrid
-from ds_hybrid.dispatch.meter import WireBytes, is_recomputing
+from ds_hybrid.dispatch.meter import Meter, WireBytes, is_recomputing
 from ds_hybrid.dispatch.traffic import WireShape, backward_traffic, forward_traffic
 from ds_hybrid.engine import observer
 from ds_hybrid.errors import ConfigError
@@ -461,7 +461,8 @@ def test_timelines_show_exchanges_of_keys_and_values(two_ranks: RankPool, tmp_pa
 
 def sent_by_attention(run: Sequences) -> WireBytes:
     engine = make_engine(run)
+    meter: Meter = engine.sequence_parallel.attention.group.meter
+    before = meter.total()  # links were measured
     steps(engine, run, range(run.num_steps))
-    total: WireBytes = engine.sequence_parallel.attention.group.meter.total()
     engine.destroy()
-    return total
+    return meter.total().since(before)

@@ -167,7 +167,7 @@ class AttentionStep(_Part):
     """What attention over sequences that ranks share did in training since the record before, all ranks together.
 
     Attributes:
-        wire_bytes: of keys, values and their gradients that left a rank.
+        wire_bytes: of keys, values and their gradients that left a rank, metadata (positions and padding) included.
         exposed_seconds: how long ranks stood still for them, added up over the ranks.
         exposed_fraction: that, as a part of the ranks' time.
     """

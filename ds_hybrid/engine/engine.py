@@ -221,7 +221,7 @@ class MoEEngine(DeepSpeedEngine):
         """As DeepSpeed's."""
         with self._observer.work("backward", "backward"):
             result = super().backward(loss, retain_graph, scale_wrt_gas)
-        self._observer.loss(loss, factor=1 if scale_wrt_gas else self.gradient_accumulation_steps())
+        self._observer.loss(loss, is_part_of_step=not scale_wrt_gas)
         return result
 
     def _take_model_step(self, lr_kwargs: Any) -> None:

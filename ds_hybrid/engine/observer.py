@@ -104,7 +104,8 @@ class Observer(Watcher):
         self._nvlink = None if no_nvlink is not None else counters
         self._attention = None if attention is None else attention.meter
         self._attended = None if attention is None else attention.meter.training_total()
-        self._loss, self._num_losses = torch.zeros((), device=get_accelerator().current_device_name()), 0
+        self._loss = torch.zeros((), device=get_accelerator().current_device_name())
+        self._num_losses, self._has_parts = 0, False
         self._opened: RunFiles | None = None
         if config.directory is not None:
             raise_alike(self._open(config.directory, describe, no_nvlink) if self._rank == 0 else [])
@@ -140,9 +141,12 @@ class Observer(Watcher):
             records.close()
         return [problem]
 
-    def loss(self, loss: Tensor, *, factor: int = 1) -> None:
-        self._loss += factor * loss.detach().sum(dtype=torch.float32)  # of one element, whatever its shape
-        self._num_losses += 1
+    def loss(self, loss: Tensor, *, is_part_of_step: bool = False) -> None:
+        self._loss += loss.detach().sum(dtype=torch.float32)  # of one element, whatever its shape
+        if is_part_of_step:
+            self._has_parts = True
+        else:
+            self._num_losses += 1
 
     @contextmanager
     def work(self, name: str, phase: str) -> Iterator[None]:
@@ -160,6 +164,8 @@ class Observer(Watcher):
         self._tell_changes(progress, changes, look)
         self._note_placements(progress.step)
         self._num_steps += 1
+        self._num_losses += self._has_parts  # the parts of a step are one loss, however many they were
+        self._has_parts = False
         if self._counts is not None:
             self._counts.after_step(progress.step)
         if progress.step % self._interval == 0:
@@ -289,7 +295,7 @@ class Observer(Watcher):
         """What this rank knows alone, since the last time."""
         loss, num_losses = float(self._loss), self._num_losses
         self._loss.zero_()
-        self._num_losses = 0
+        self._num_losses, self._has_parts = 0, False
         nvlink = None
         if self._nvlink is not None:
             now = read_counters()

@@ -20,8 +20,8 @@ class Watcher:
     :class:`ds_hybrid.engine.observer.Observer` watches.
     """
 
-    def loss(self, loss: Tensor, *, factor: int = 1) -> None:
-        """Note the loss of a micro-batch, given to backward as a ``factor``-th of what it is."""
+    def loss(self, loss: Tensor, *, is_part_of_step: bool = False) -> None:
+        """Note what backward was given: the loss of a micro-batch, or its part of the loss of the step."""
 
     def work(self, name: str, phase: str) -> AbstractContextManager[None]:
         """Notes a work of the whole model where a timeline is wanted."""

@@ -217,7 +217,7 @@ class MoEEngine(DeepSpeedEngine):
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
         """As DeepSpeed's."""
-        self._observer.loss(loss, factor=1 if scale_wrt_gas else self.gradient_accumulation_steps())
+        self._observer.loss(loss, is_part_of_step=not scale_wrt_gas)
         with self._observer.work("backward", "backward"):
             return super().backward(loss, retain_graph, scale_wrt_gas)
 

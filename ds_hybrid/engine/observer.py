@@ -52,8 +52,8 @@ WHOLE_MODEL = -1
 class Unobserved:
     """What an engine calls when nobody watches. All ranks call the same methods after the same steps."""
 
-    def loss(self, loss: Tensor, *, factor: int = 1) -> None:
-        """Note the loss of a micro-batch, given to backward as a ``factor``-th of what it is."""
+    def loss(self, loss: Tensor, *, is_part_of_step: bool = False) -> None:
+        """Note what backward was given: the loss of a micro-batch, or its part of the loss of the step."""
 
     def work(self, name: str, phase: str) -> AbstractContextManager[None]:
         """Notes a work of the whole model where a timeline is wanted."""
@@ -119,7 +119,8 @@ class Observer(Unobserved):
         counters = _read_nvlink() if self._rank == host.ranks[0] else None
         no_nvlink = counters.reason if isinstance(counters, NotAvailable) else None
         self._nvlink = None if no_nvlink is not None else counters
-        self._loss, self._num_losses = torch.zeros((), device=get_accelerator().current_device_name()), 0
+        self._loss = torch.zeros((), device=get_accelerator().current_device_name())
+        self._forget_losses()
         self._log: SpanLog | None = None
         self._forward_began: Instant = None
         self._hooks = [
@@ -142,9 +143,12 @@ class Observer(Unobserved):
             return [f'ds_hybrid.observe.directory = "{directory}": {error}. Name one that rank 0 can write.']
         return []
 
-    def loss(self, loss: Tensor, *, factor: int = 1) -> None:
-        self._loss += factor * loss.detach().sum()  # of one element, whatever its shape
-        self._num_losses += 1
+    def loss(self, loss: Tensor, *, is_part_of_step: bool = False) -> None:
+        self._loss += loss.detach().sum()  # of one element, whatever its shape
+        if is_part_of_step:
+            self._has_parts = True
+        else:
+            self._num_losses += 1
 
     @contextmanager
     def work(self, name: str, phase: str) -> Iterator[None]:
@@ -168,6 +172,8 @@ class Observer(Unobserved):
             if look.move is not None and self._rank == 0:
                 self._monitor.write_events([moved_event(look.move.num_moved, progress.samples)])
         self._num_steps += 1
+        self._num_losses += self._has_parts  # the parts of a step are one loss, however many they were
+        self._has_parts = False
         if self._counts is not None:
             self._counts.after_step(progress.step)
         if progress.step % self._interval == 0:
@@ -199,8 +205,7 @@ class Observer(Unobserved):
         placements = {name: slots(placement) for name, placement in self._placements().items()}
         self._write(ResumeRecord(time=time.time(), step=step, path=path, placements=placements))
         self._stats.skip()
-        self._loss.zero_()
-        self._num_losses = 0
+        self._forget_losses()
         if self._counts is not None:
             self._counts.skip()
         if self._trace is not None:
@@ -287,14 +292,18 @@ class Observer(Unobserved):
             of_rank = [theirs for _, theirs in gathered]
             self._write(timeline_record(of_rank, self._layer_names(), time=record.time, step=progress.step))
 
+    def _forget_losses(self) -> None:
+        self._loss.zero_()
+        self._num_losses = 0
+        self._has_parts = False
+
     def _layer_names(self) -> list[str]:
         return [*self._layers, *(self._name_of.get(layer, "attention") for layer in self._attention_layers)]
 
     def _report(self) -> RankReport:
         accelerator = get_accelerator()
         loss, num_losses = float(self._loss), self._num_losses
-        self._loss.zero_()
-        self._num_losses = 0
+        self._forget_losses()
         nvlink = None
         if self._nvlink is not None:
             now = read_counters()

@@ -44,7 +44,8 @@ class RankReport:
     """What each rank knows alone.
 
     Attributes:
-        loss: the sum of what backward was given, for ``num_losses`` micro-batches.
+        loss: the sum of what backward was given, for ``num_losses`` micro-batches; for as many steps, where it was
+            given parts of the loss of a step.
         host_memory, accelerator_memory: see :class:`ds_hybrid.observe.events.StepRecord`.
         host: the name of the rank's host.
         nvlink: the use of that host's GPUs, told by one rank of it.

@@ -247,7 +247,7 @@ def digest(function: Any) -> str:
 
 
 def written(function: Any) -> Any:
-    """The function inside DeepSpeed's ``instrument_w_nvtx``, whose wrapper is the same source for all, and says nothing."""
+    """The function inside DeepSpeed's ``instrument_w_nvtx``, which wraps all in one source."""
     if function.__qualname__.endswith("<locals>.wrapped_fn"):
         return inspect.getclosurevars(function).nonlocals["func"]
     return function

@@ -5,6 +5,8 @@ What a Trainer script usually is, and one call. Starts under deepspeed, torchrun
     deepspeed --num_gpus 2 launch/train_hf.py --deepspeed ds_configs/trainer_auto.json --output_dir runs/hf --bf16
     torchrun --nproc_per_node 2 launch/train_hf.py --deepspeed ds_configs/trainer_auto.json --output_dir runs/hf \\
         --use_cpu --max_steps 50 --eval_strategy steps --eval_steps 25
+    accelerate launch --use_deepspeed --num_processes 2 launch/train_hf.py --deepspeed ds_configs/trainer_auto.json \\
+        --output_dir runs/hf --bf16
 
 All options of TrainingArguments are there. ``--model`` names a tiny model or a Hugging Face config.json, and ``--lora``
 trains adapters on the attention alone.

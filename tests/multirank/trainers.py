@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -189,8 +189,14 @@ def train(
     )
 
 
-def train_by_hand(script: Script, like: Trained) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """Losses (mean over the ranks), gradient norms and weights of the same batches in a loop of one's own."""
+def train_by_hand(
+    script: Script, like: Trained, *, rates: Sequence[float] | None = None
+) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """Losses (mean over the ranks), gradient norms and weights of the same batches in a loop of one's own.
+
+    Args:
+        rates: the learning rate of each step; else one for all.
+    """
     config = script.ds_config() | {
         "train_batch_size": 4 * script.accumulation,
         "train_micro_batch_size_per_gpu": 2,
@@ -201,11 +207,15 @@ def train_by_hand(script: Script, like: Trained) -> tuple[list[float], list[floa
         "optimizer": {"type": "AdamW", "params": {"torch_adam": True, "lr": 0.01}},
     }
     config["optimizer"]["params"]["weight_decay"] = 0.0
+    config.pop("scheduler", None)
     forget_accelerate()
     model = make_model("mixtral")
     engine, *_ = ds_hybrid.initialize(model=model, model_parameters=list(model.parameters()), config=config)
     losses, norms = [], []
     for start in range(0, len(like.batches), script.accumulation):
+        if rates is not None:
+            for group in engine.optimizer.param_groups:
+                group["lr"] = rates[len(losses)]
         total = torch.zeros(())
         for batch in like.batches[start : start + script.accumulation]:
             loss = engine(**batch).loss

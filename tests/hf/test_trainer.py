@@ -9,18 +9,22 @@ import inspect
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import accelerate
 import deepspeed
 import pytest
+import torch
 from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.utils.dataclasses import FP8BackendType
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
 from packaging.requirements import Requirement
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 import ds_hybrid
+from ds_hybrid.engine.parameter_groups import split_optimizer
 from ds_hybrid.errors import ConfigError
 from ds_hybrid.hf import trainer
 from ds_hybrid.hf.trainer import engine_of, is_on, use_with_accelerate
@@ -206,6 +210,20 @@ def test_everything_comes_back_after_a_failure(monkeypatch: pytest.MonkeyPatch) 
     assert unprepared.deepspeed_plugin.deepspeed_config == before
     assert "ds_hybrid" in before
     assert deepspeed.initialize is original
+
+
+def test_the_scripts_scheduler_drives_the_optimizer_that_accelerate_puts_in_place_of_the_scripts() -> None:
+    """With offload, DeepSpeed's for the CPU, made from the groups of the script's."""
+    dense, expert = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    expert.allreduce, expert.group_name = False, "ep_size_2"  # type: ignore[attr-defined]
+    client = torch.optim.AdamW([dense, expert], lr=1.0)
+    scheduler = LambdaLR(client, lambda step: 0.5**step)
+    in_place = torch.optim.AdamW(client.param_groups)
+    origins = split_optimizer(in_place, None, trainable_only=True)
+    engine: Any = SimpleNamespace(group_origins=origins, client_lr_scheduler=None, basic_optimizer=in_place)
+    trainer._lead_schedulers((client, scheduler), engine)
+    scheduler.step()
+    assert [group["lr"] for group in in_place.param_groups] == [0.5, 0.5]
 
 
 def test_the_extra_installs_what_is_known() -> None:

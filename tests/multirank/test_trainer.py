@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import ds_hybrid
 from ds_hybrid.errors import CheckpointError, ConfigError, PlacementError
 from ds_hybrid.hf.trainer import engine_of
 from ds_hybrid.observe.stats import MoEStats

@@ -96,14 +96,6 @@ def test_adapters_with_new_tokens_and_a_second_adapter(two_ranks: RankPool, tmp_
     torch.testing.assert_close(logits_of_new_tokens(model), first.logits, rtol=0, atol=1e-5)
 
 
-def test_ranks_whose_sequences_end_at_different_tokens(two_ranks: RankPool) -> None:
-    """With ``synced_gpus`` the rank that is done goes on calling experts until the other is."""
-    prompts, end, expected = sequences_of_one_process()
-    assert len(expected[0]) < len(expected[1])
-    outcomes = two_ranks.run(generate, prompts, end)
-    assert outcomes == expected
-
-
 def test_an_accelerator_that_was_refused_can_be_used(two_ranks: RankPool) -> None:
     for message, num_models in two_ranks.run(prepare_twice):
         assert message.startswith(
@@ -319,39 +311,6 @@ def logits_of_new_tokens(model: Any) -> Tensor:
     with torch.no_grad():
         logits: Tensor = model(input_ids=ids).logits.float()
     return logits
-
-
-def sequences_of_one_process() -> tuple[Tensor, int, list[list[int]]]:
-    """A prompt for each rank; a token that ends the first one's answer early; both answers."""
-    prompts = torch.stack([row["input_ids"][:4] for row in sequences(2)])
-    model: Any = make_model("mixtral").eval()
-    first, second = (answer(model, prompt, end=None) for prompt in prompts)
-    end = next(token for token in first[1:4] if token not in second)
-    return prompts, end, [answer(model, prompt, end=end) for prompt in prompts]
-
-
-def answer(model: Any, prompt: Tensor, *, end: int | None, **options: Any) -> list[int]:
-    generated: Tensor = model.generate(
-        prompt[None],
-        attention_mask=torch.ones_like(prompt[None]),
-        do_sample=False,
-        max_new_tokens=8,
-        eos_token_id=end,
-        pad_token_id=0,
-        **options,
-    )
-    return generated[0, len(prompt) :].tolist()
-
-
-def generate(prompts: Tensor, end: int) -> list[int]:
-    with ds_hybrid.use_with_accelerate():
-        accelerator = make_accelerator(ds_config(0))
-        engine = accelerator.prepare(make_model("mixtral"))
-        engine.eval()
-        model = accelerator.unwrap_model(engine)
-        generated = answer(model, prompts[accelerator.process_index], end=end, synced_gpus=True)
-    engine.destroy()
-    return generated
 
 
 def prepare_twice() -> tuple[str, int]:

@@ -64,7 +64,7 @@ def main() -> int:
         ds_hybrid.use_with_accelerate()
         train(script, arguments)
     except ConfigError as error:
-        if arguments.process_index == 0:
+        if arguments.local_process_index == 0:  # of each host: its packages may be at fault
             print(f"launch/train_hf.py: {error}", file=sys.stderr, flush=True)
         return 2
     return 0

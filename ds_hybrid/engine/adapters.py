@@ -25,19 +25,19 @@ def has_adapters(model: nn.Module) -> bool:
     return bool(getattr(model, "peft_config", None))
 
 
-def refuse_adapted_experts(model: nn.Module, *, converting: bool) -> None:
+def refuse_adapted_experts(model: nn.Module, *, converted: str | None) -> None:
     """Refuse adapters in MoE blocks.
 
     Args:
-        converting: AutoEP is on: it takes experts and router apart and would leave their adapters behind. Without it
-            only explicit layers count, whose experts are on other ranks.
+        converted: what blocks call the experts that AutoEP takes apart, leaving their adapters and the router's
+            behind. None: AutoEP is off, and only explicit layers count, whose experts are on other ranks.
 
     Raises:
         ConfigError: the first such module of each layer.
     """
     problems = []
     for name, block in model.named_modules():
-        if isinstance(block, MoE) or (converting and isinstance(getattr(block, "experts", None), nn.Module)):
+        if isinstance(block, MoE) or (converted and isinstance(getattr(block, converted, None), nn.Module)):
             adapted = next(_adapted_parts(block), None)
             if adapted is not None:
                 problems.append(f"{name}.{adapted}".rstrip("."))

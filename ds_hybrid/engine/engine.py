@@ -71,7 +71,7 @@ from ds_hybrid.engine.tensor_parallel import refuse_empty_shards, sum_gradients_
 from ds_hybrid.engine.versions import untested_versions
 from ds_hybrid.engine.watcher import Watcher
 from ds_hybrid.engine.whole_weights import gather_whole, save_whole_model
-from ds_hybrid.errors import ConfigError, PlacementError
+from ds_hybrid.errors import CheckpointError, ConfigError, PlacementError
 from ds_hybrid.moe.autoep import HybridAutoEPLayer
 from ds_hybrid.moe.correction_bias import update_correction_biases
 from ds_hybrid.moe.kinds import MoELayer
@@ -93,9 +93,14 @@ class MoEEngine(DeepSpeedEngine):
         cluster: the hosts and links that the ranks run on.
         sequence_parallel: who shares sequences; None: nobody, or DeepSpeed's Ulysses.
         kwargs: what ``DeepSpeedEngine`` takes.
+
+    Attributes:
+        group_origins: for each parameter group the index of the client optimizer's group that it was cut from; None
+            where nothing was split.
     """
 
     has_moe_layers: bool
+    group_origins: list[int] | None
 
     def __init__(
         self,
@@ -109,6 +114,7 @@ class MoEEngine(DeepSpeedEngine):
         self.cluster = cluster
         self.sequence_parallel = sequence_parallel
         self._cut_by_nodes = NodeCutter(cluster)
+        self.group_origins = None
         super().__init__(**kwargs)
         if sequence_parallel is not None:
             sequence_parallel.of_engine(self)
@@ -153,7 +159,9 @@ class MoEEngine(DeepSpeedEngine):
         return None if self.sequence_parallel is None else self.sequence_parallel.shared
 
     def _configure_expert_parallel(self, model: nn.Module, collect_sources: bool | None = None) -> Any:
-        refuse_adapted_experts(model, converting=self.expert_parallel_is_on())
+        converts = self.expert_parallel_is_on()
+        experts_name = (self._config.expert_parallel_config.expert_pattern or "experts") if converts else None
+        refuse_adapted_experts(model, converted=experts_name)
         with router_recorders_hidden(model):
             # AutoEP looks for layers by their names in the model that adapters wrap.
             sources = super()._configure_expert_parallel(base_model(model), collect_sources)
@@ -200,7 +208,9 @@ class MoEEngine(DeepSpeedEngine):
         if self.has_moe_layers:
             partitioned = self.zero_optimization()
             if isinstance(client_optimizer, torch.optim.Optimizer):
-                split_optimizer(client_optimizer, self.client_lr_scheduler, trainable_only=partitioned)
+                self.group_origins = split_optimizer(
+                    client_optimizer, self.client_lr_scheduler, trainable_only=partitioned
+                )
             else:
                 model_parameters = split_groups(model_parameters, trainable_only=partitioned).groups
         super()._configure_optimizer(client_optimizer, model_parameters)
@@ -253,10 +263,18 @@ class MoEEngine(DeepSpeedEngine):
         checkpoint whole, and ``latest`` on it. A writer that works beside the training is waited for.
 
         Raises:
-            CheckpointError: on every rank, when the ranks have different tags, or one cannot write.
+            CheckpointError: on every rank, when the ranks have different tags, or one cannot write; or DeepSpeed's
+                files have no place for a weight.
         """
         self._observer.pause()
         tag = str(tag) if tag is not None else f"global_step{self.global_steps}"
+        unsavable = self.unsavable_weight()
+        if unsavable is not None:
+            raise CheckpointError(
+                f"save_checkpoint: zero_optimization.stage = 3, and {unsavable} is frozen: DeepSpeed's checkpoints of "
+                "stage 3 have no place for frozen experts. Use stage 1 or 2, or save the weights alone "
+                '(save_16bit_model; save_strategy="no" and save_model with the Trainer).'
+            )
         agree_on_tag(tag)
         moves_files = (self.local_rank if self.use_node_local_storage() else self.global_rank) == 0
         do_together(partial(begin, save_dir, tag) if moves_files else None, doing=f"begin {save_dir}/{tag}")
@@ -280,6 +298,18 @@ class MoEEngine(DeepSpeedEngine):
 
         do_together(finish if moves_files else None, doing=f"finish {save_dir}/{tag}")
         return True
+
+    def unsavable_weight(self) -> str | None:
+        """The first weight that DeepSpeed's checkpoints have no place for: a frozen one of experts at ZeRO 3."""
+        if not self.zero_optimization_partition_weights():
+            return None
+        weights = (
+            (f"{name}.experts.{inner}", parameter)
+            for name, layer in self.moe_layers_by_name().items()
+            if isinstance(layer, HybridAutoEPLayer)
+            for inner, parameter in layer.experts.named_parameters()
+        )
+        return next((name for name, parameter in weights if not parameter.requires_grad), None)
 
     def load_checkpoint(
         self,

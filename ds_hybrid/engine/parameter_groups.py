@@ -13,11 +13,13 @@ from typing import Any
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 _ORIGIN = "group_before_split"
-_PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
-"""What torch's schedulers keep as a list with one entry for each group."""
+_PER_GROUP = (
+    *("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"),  # torch's
+    *("min_lr", "delta_lrs", "org_lrs", "min_moms", "max_moms"),  # DeepSpeed's
+)
+"""What schedulers keep as a list with one entry for each group."""
 
 ParameterGroup = dict[str, Any]
 
@@ -59,26 +61,30 @@ def split_groups(parameters: Iterable[Tensor | Mapping[str, Any]], *, trainable_
     return SplitGroups(split, [group.pop(_ORIGIN) for group in split])
 
 
-def split_optimizer(optimizer: Optimizer, scheduler: Any, *, trainable_only: bool) -> None:
+def split_optimizer(optimizer: Optimizer, scheduler: Any, *, trainable_only: bool) -> list[int]:
     """Split a client optimizer's groups in place; a scheduler that drives them keeps each part's learning rate.
 
     Args:
-        scheduler: a torch scheduler over ``optimizer``. Anything else is left alone: it is built, or reads the
-            groups, later.
+        scheduler: of torch or DeepSpeed, over ``optimizer``. Anything else is left alone: it is built later.
+
+    Returns:
+        For each group the index of the group that it was cut from.
     """
     split = split_groups(optimizer.param_groups, trainable_only=trainable_only)
     optimizer.param_groups[:] = split.groups
-    if isinstance(scheduler, LRScheduler) and getattr(scheduler, "optimizer", None) is optimizer:
-        _follow(scheduler, split.origins)
+    if getattr(scheduler, "optimizer", None) is optimizer:
+        follow_split(scheduler, split.origins)
+    return split.origins
 
 
-def _follow(scheduler: Any, origins: Sequence[int]) -> None:
+def follow_split(scheduler: Any, origins: Sequence[int]) -> None:
+    """Give a scheduler over groups that were split the entries of each part."""
     for name in _PER_GROUP:
-        if name in vars(scheduler):
-            values = getattr(scheduler, name)
+        values = vars(scheduler).get(name)
+        if isinstance(values, list):
             setattr(scheduler, name, [values[origin] for origin in origins])
     for inner in getattr(scheduler, "_schedulers", ()):
-        _follow(inner, origins)
+        follow_split(inner, origins)
 
 
 def _unused_name(name: str, taken: set[str]) -> str:

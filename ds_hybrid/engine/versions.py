@@ -6,7 +6,13 @@ from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
 
 TESTED = MappingProxyType(
-    {"deepspeed": ("0.19.8",), "torch": ("2.13.0",), "transformers": ("5.8.0", "5.24.0")},
+    {
+        "deepspeed": ("0.19.8",),
+        "torch": ("2.13.0",),
+        "transformers": ("5.8.0", "5.24.0"),
+        "accelerate": ("1.15.0",),
+        "peft": ("0.21.2",),
+    },
 )
 """The versions that the whole test suite ran with."""
 

@@ -74,15 +74,16 @@ def whole_weights(
     Args:
         model: the engine's module.
         expert_parallel: that section of the ds_config.
+        exclude_frozen_parameters: leave them out; the experts of a layer only when none of their weights trains.
     """
+    is_converted = any(isinstance(module, HybridAutoEPLayer) for module in model.modules())
+    has_names = is_converted and hasattr(getattr(model, "config", None), "model_type")
+    blocks = _blocks(model, expert_parallel) if has_names else []  # on all ranks: what it raises, they raise alike
     state = dict(_walk(model, "", _experts_of_layers(model), not exclude_frozen_parameters))
     if dist.get_rank() != 0:
         return {}
     _tie(state, model)
-    is_converted = any(isinstance(module, HybridAutoEPLayer) for module in model.modules())
-    if is_converted and hasattr(getattr(model, "config", None), "model_type"):
-        return to_hugging_face(state, _blocks(model, expert_parallel))
-    return state
+    return to_hugging_face(state, blocks) if has_names else state
 
 
 def _blocks(model: nn.Module, expert_parallel: Mapping[str, Any]) -> list[HuggingFaceBlock]:
@@ -165,8 +166,9 @@ def _shards_joined(module: nn.Module) -> Iterator[None]:
 def _experts(module: nn.Module, layer: MoELayer, prefix: str, with_frozen: bool) -> Iterator[tuple[str, Tensor]]:
     """A layer's experts in logical order."""
     expert_of_slot = layer.placement.expert_of_slot
+    with_frozen = with_frozen or any(parameter.requires_grad for parameter in module.parameters())
     for name, value in module.state_dict(keep_vars=True).items():
-        if isinstance(value, nn.Parameter) and not (with_frozen or value.requires_grad):
+        if isinstance(value, nn.Parameter) and not with_frozen:
             continue
         with deepspeed.zero.GatheredParameters([value]):
             of_place = _from_every_place(value, layer)

@@ -1,16 +1,15 @@
 """Hugging Face's Trainer and Accelerate train through ds_hybrid, by one call before them.
 
 Accelerate builds the engine itself: ``Accelerator._prepare_deepspeed`` calls ``deepspeed.initialize``. While switched
-on, that call reaches ``ds_hybrid.initialize``, and ``Accelerator.get_state_dict`` gives the experts of all ranks. These
-two methods are all that is replaced, and both come back when switched off. To everybody else ``deepspeed.initialize``
-stays what it is.
+on, that call reaches ``ds_hybrid.initialize``, and an Accelerator that got an engine so gives the experts of all ranks
+in ``get_state_dict``. To everybody else ``deepspeed.initialize`` stays what it is.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType, TracebackType
@@ -19,39 +18,52 @@ from typing import Any
 import deepspeed
 from deepspeed.utils import log_dist
 from packaging.version import Version
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
-from ds_hybrid.engine.adapters import has_adapters
 from ds_hybrid.engine.engine import MoEEngine, initialize
+from ds_hybrid.engine.expert_layout import expert_group_sizes
+from ds_hybrid.engine.parameter_groups import follow_split
 from ds_hybrid.errors import ConfigError
+from ds_hybrid.moe.kinds import MoELayer
 
 KNOWN = MappingProxyType({"accelerate": ("1.15.0", "1.16"), "transformers": ("5.8.0", "5.25")})
 """The versions that :func:`use_with_accelerate` accepts: from the first up to and without the second."""
 
-_REPLACED = ("_prepare_deepspeed", "get_state_dict")
+_PREPARE = "_prepare_deepspeed"
+
+
+class _Replacement:
+    """``_prepare_deepspeed`` of a class, replaced. While no switch is on, the new method does what the old one did."""
+
+    def __init__(self, accelerator_class: type) -> None:
+        self.switches: set[AccelerateSwitch] = set()
+        self.original: Callable[..., tuple[Any, ...]] = getattr(accelerator_class, _PREPARE)
+        self.method = _preparing(self.original, self.switches)
+        self.method._ds_hybrid = self  # type: ignore[attr-defined]
+        setattr(accelerator_class, _PREPARE, self.method)
 
 
 class AccelerateSwitch:
     """Accelerate switched to ds_hybrid; ``off()``, or the end of a ``with`` block, switches back.
 
-    A switch made while another one is on changes nothing, and its ``off()`` neither.
+    Several may be on. Accelerate goes back when the last of them is off.
     """
 
     def __init__(self, accelerator_class: type) -> None:
         self._class = accelerator_class
-        self._originals: dict[str, Callable[..., Any]] = {}
-        if not is_on(accelerator_class):
-            prepare, get_state_dict = (getattr(accelerator_class, name) for name in _REPLACED)
-            self._originals = dict(zip(_REPLACED, (prepare, get_state_dict), strict=True))
-            for name, method in zip(_REPLACED, (_preparing(prepare), _gathering(get_state_dict)), strict=True):
-                method._ds_hybrid = True  # type: ignore[attr-defined]
-                setattr(accelerator_class, name, method)
+        self._replacement = _replacement_in(accelerator_class) or _Replacement(accelerator_class)
+        self._replacement.switches.add(self)
 
     def off(self) -> None:
-        """Give Accelerate its own methods back. Engines that exist stay as they are."""
-        for name, method in self._originals.items():
-            setattr(self._class, name, method)
-        self._originals = {}
+        """Give Accelerate its own method back. Engines that exist stay as they are, and their Accelerators too.
+
+        Who has replaced the method since keeps it; what it calls is Accelerate's own then.
+        """
+        replaced = self._replacement
+        replaced.switches.discard(self)
+        if not replaced.switches and getattr(self._class, _PREPARE) is replaced.method:
+            setattr(self._class, _PREPARE, replaced.original)
 
     def __enter__(self) -> AccelerateSwitch:
         return self
@@ -74,7 +86,7 @@ def use_with_accelerate() -> AccelerateSwitch:
         raise ConfigError(*problems)
     from accelerate import Accelerator
 
-    missing = [name for name in _REPLACED if not callable(getattr(Accelerator, name, None))]
+    missing = [name for name in (_PREPARE, "get_state_dict") if not callable(getattr(Accelerator, name, None))]
     if missing:
         raise ConfigError(
             f"accelerate {version('accelerate')}: Accelerator has no {' and no '.join(missing)}, which ds_hybrid "
@@ -85,7 +97,8 @@ def use_with_accelerate() -> AccelerateSwitch:
 
 def is_on(accelerator_class: type) -> bool:
     """Whether ``Accelerator`` is switched to ds_hybrid."""
-    return hasattr(getattr(accelerator_class, _REPLACED[0]), "_ds_hybrid")
+    replaced = _replacement_in(accelerator_class)
+    return replaced is not None and bool(replaced.switches)
 
 
 def engine_of(source: Any) -> MoEEngine:
@@ -127,15 +140,29 @@ def _range(low: str, high: str) -> str:
     return f">={low},<{high}"
 
 
-def _preparing(original: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+def _replacement_in(accelerator_class: type) -> _Replacement | None:
+    found: _Replacement | None = getattr(getattr(accelerator_class, _PREPARE), "_ds_hybrid", None)
+    return found
+
+
+def _preparing(
+    original: Callable[..., tuple[Any, ...]], switches: set[AccelerateSwitch]
+) -> Callable[..., tuple[Any, ...]]:
     @functools.wraps(original)
     def prepare_deepspeed(self: Any, *args: Any) -> tuple[Any, ...]:
-        with _section_hidden(self.deepspeed_plugin.deepspeed_config) as section, _initialize_replaced(section):
+        if not switches:
+            return original(self, *args)
+        ds_config = self.deepspeed_plugin.deepspeed_config
+        for model in args:
+            if isinstance(model, nn.Module):
+                _check_accelerator(self, model, ds_config)
+        with _section_hidden(ds_config) as section, _initialize_replaced(ds_config, section):
             prepared = original(self, *args)
         for engine in prepared:
-            if isinstance(engine, deepspeed.DeepSpeedEngine):
-                _check_engine(engine, even_batches=self.even_batches)
-                self.get_state_dict = self.get_state_dict  # stays with this engine when switched off
+            if isinstance(engine, MoEEngine):
+                _lead_schedulers(args, engine)
+                _warn_of_checkpoints(engine)
+                self.get_state_dict = _gathering(self.get_state_dict)
         return prepared
 
     return prepare_deepspeed
@@ -152,13 +179,15 @@ def _section_hidden(ds_config: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def _initialize_replaced(section: dict[str, Any]) -> Iterator[None]:
-    """While open, ``deepspeed.initialize`` is ``ds_hybrid.initialize`` with our section."""
-
-    def initialize_with_section(*, config_params: dict[str, Any], **kwargs: Any) -> tuple[Any, ...]:
-        return initialize(config_params={**config_params, **section}, **kwargs)
-
+def _initialize_replaced(ds_config: dict[str, Any], section: dict[str, Any]) -> Iterator[None]:
+    """While open, ``deepspeed.initialize`` with Accelerate's ds_config is ``ds_hybrid.initialize`` with our section."""
     original = deepspeed.initialize
+
+    def initialize_with_section(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        if kwargs.get("config_params") is not ds_config:
+            return original(*args, **kwargs)
+        return initialize(*args, **{**kwargs, "config_params": {**ds_config, **section}})
+
     deepspeed.initialize = initialize_with_section
     try:
         yield
@@ -166,21 +195,38 @@ def _initialize_replaced(section: dict[str, Any]) -> Iterator[None]:
         deepspeed.initialize = original
 
 
-def _check_engine(engine: Any, *, even_batches: bool) -> None:
-    if not isinstance(engine, MoEEngine):
+def _check_accelerator(accelerator: Any, model: nn.Module, ds_config: Mapping[str, Any]) -> None:
+    if accelerator.fp8_backend == "MSAMP":
         raise ConfigError(
-            f"accelerate {version('accelerate')} built the engine without calling deepspeed.initialize, so it is not "
-            "ds_hybrid's. MS-AMP does so: leave it out."
+            "fp8 backend MSAMP: MS-AMP builds the engine without deepspeed.initialize, so it would not be ds_hybrid's. "
+            "Leave it out (mixed_precision and kwargs_handlers of the Accelerator)."
         )
-    collective = [name for name, layer in engine.moe_layers_by_name().items() if layer.ep_size > 1]
-    if collective and not even_batches:
+    sizes = expert_group_sizes(model, ds_config)
+    if sizes and not accelerator.even_batches:
         raise ConfigError(
-            f"even_batches = False: ranks could get different numbers of batches, and every forward of {collective[0]} "
-            "is an exchange between ranks, in evaluation too. Leave even_batches at True (accelerator_config of "
-            "TrainingArguments, or DataLoaderConfiguration)."
+            f"even_batches = False: ranks could get different numbers of batches, and with experts on {sizes[-1]} "
+            "ranks every forward is an exchange between them, in evaluation too. Leave even_batches at True "
+            "(accelerator_config of TrainingArguments, or DataLoaderConfiguration)."
         )
-    frozen = [name for name, parameter in engine.module.named_parameters() if not parameter.requires_grad]
-    if engine.zero_optimization_partition_weights() and any(".experts." in name for name in frozen):
+
+
+def _lead_schedulers(prepared: Sequence[Any], engine: MoEEngine) -> None:
+    """Schedulers of the optimizer that was prepared with them drive the groups that the engine has cut from its own."""
+    for scheduler in prepared:
+        client: Any = getattr(scheduler, "optimizer", None)
+        if (
+            isinstance(scheduler, LRScheduler)
+            and scheduler is not engine.client_lr_scheduler
+            and any(client is part for part in prepared)
+            and engine.group_origins is not None
+        ):
+            follow_split(scheduler, engine.group_origins)
+            # Another optimizer's where Accelerate has put DeepSpeed's for the CPU in its place.
+            client.param_groups = engine.basic_optimizer.param_groups
+
+
+def _warn_of_checkpoints(engine: MoEEngine) -> None:
+    if engine.unsavable_weight() is not None:
         log_dist(
             "ds_hybrid: zero_optimization.stage = 3 and the experts are frozen: DeepSpeed cannot save checkpoints of "
             'that. Save with save_strategy="no" and save_model, or use stage 1 or 2.',
@@ -191,15 +237,28 @@ def _check_engine(engine: Any, *, even_batches: bool) -> None:
 
 def _gathering(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def get_state_dict(self: Any, model: Any, unwrap: bool = True) -> dict[str, Tensor]:
+    def get_state_dict(model: Any, unwrap: bool = True) -> dict[str, Tensor]:
         if not (isinstance(model, MoEEngine) and model.moe_layers_by_name()):
-            return original(self, model, unwrap)
+            _refuse_a_part(model)
+            return original(model, unwrap)
         if model.zero_optimization_partition_weights() and not model.zero_gather_16bit_weights_on_model_save():
             # Trainer takes this very error as a sign to save a checkpoint instead.
             raise ValueError(
                 "zero_optimization.stage3_gather_16bit_weights_on_model_save = false: the weights are not gathered. "
                 "Set it to true, or save a checkpoint and run `ds_hybrid export` on it."
             )
-        return model.whole_state_dict(exclude_frozen_parameters=has_adapters(model.module))
+        try:
+            return model.whole_state_dict()
+        except ValueError as error:
+            raise RuntimeError(str(error)) from error  # which Trainer does not take for that sign
 
     return get_state_dict
+
+
+def _refuse_a_part(model: nn.Module) -> None:
+    for layer in model.modules():
+        if isinstance(layer, MoELayer) and layer.ep_size > 1:
+            raise ConfigError(
+                f"get_state_dict({type(model).__name__}): this rank has one part in {layer.ep_size} of the experts of "
+                f"{layer.layer_name}. Give it what accelerator.prepare returned for the model, on every rank."
+            )

@@ -39,9 +39,21 @@ def test_adapters_that_the_conversion_would_lose(model_type: str, targets: Any, 
         parameters = {"target_modules": ["q_proj"], "target_parameters": ["mlp.gate.weight"]}
     model = adapted(model_type, **parameters)
     with pytest.raises(ConfigError, match=rf"^base_model\.model\.{place}: has an adapter \(PEFT; 2 such layers\)"):
-        refuse_adapted_experts(model, converting=True)
-    refuse_adapted_experts(model, converting=False)  # every rank has all experts then
+        refuse_adapted_experts(model, converted="experts")
+    refuse_adapted_experts(model, converted=None)  # every rank has all experts then
+
+
+def test_experts_by_another_name() -> None:
+    """As ``expert_parallel.expert_pattern`` names them."""
+    model: Any = make_model("mixtral")
+    for layer in model.model.layers:
+        layer.mlp.specialists = layer.mlp.experts
+        del layer.mlp.experts
+    adapted_model = get_peft_model(model, LoraConfig(r=2, target_modules=["w1", "w3"]))
+    with pytest.raises(ConfigError, match=r"^base_model\.model\.model\.layers\.0\.mlp\.specialists: has an adapter"):
+        refuse_adapted_experts(adapted_model, converted="specialists")
+    refuse_adapted_experts(adapted_model, converted="experts")
 
 
 def test_adapters_elsewhere_are_fine() -> None:
-    refuse_adapted_experts(adapted("mixtral", target_modules=["q_proj", "o_proj", "lm_head"]), converting=True)
+    refuse_adapted_experts(adapted("mixtral", target_modules=["q_proj", "o_proj", "lm_head"]), converted="experts")

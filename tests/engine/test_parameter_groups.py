@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.lr_schedules import LRRangeTest, WarmupCosineLR, WarmupLR
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -83,3 +84,32 @@ def test_a_scheduler_follows_the_groups(nested: bool) -> None:
     rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
     assert [rates[id(p)] for p in (dense, expert, other)] == pytest.approx([0.25, 0.25, 0.001])
     assert scheduler.get_last_lr() == pytest.approx([group["lr"] for group in optimizer.param_groups])
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (WarmupLR, {"warmup_min_lr": [0.0, 0.0], "warmup_max_lr": [1.0, 0.1], "warmup_num_steps": 4}),
+        (WarmupCosineLR, {"total_num_steps": 8, "warmup_num_steps": 4}),
+        (LRRangeTest, {"lr_range_test_min_lr": [1.0, 0.1], "lr_range_test_step_size": 2}),
+    ],
+)
+def test_a_scheduler_of_deepspeeds_follows_the_groups(kind: Any, options: dict[str, Any]) -> None:
+    """The parts have the rates of a run whose groups are not split."""
+
+    def rates(*, split: bool) -> list[list[float]]:
+        dense, expert, other = parameter(), parameter("ep_size_2"), parameter("ep_size_2")
+        optimizer = torch.optim.SGD([{"params": [dense, expert], "lr": 1.0}, {"params": [other], "lr": 0.1}])
+        scheduler = kind(optimizer, **options)
+        if split:
+            assert split_optimizer(optimizer, scheduler, trainable_only=False) == [0, 0, 1]
+        found = []
+        for _ in range(3):
+            scheduler.step()
+            rate_of = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+            found.append([rate_of[id(p)] for p in (dense, expert, other)])
+        return found
+
+    expected = rates(split=False)
+    assert expected[0] != expected[2]
+    assert rates(split=True) == expected

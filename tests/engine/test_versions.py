@@ -21,6 +21,9 @@ def test_constraints_pin_tested_versions() -> None:
 
 
 def test_an_untested_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {"deepspeed": "0.20.0", "torch": "2.13.0+cu130", "transformers": None}
+    found = {"deepspeed": "0.20.0", "torch": "2.13.0+cu130", "transformers": None, "peft": "0.22.0"}
     monkeypatch.setattr(versions, "_installed", found.get)
-    assert versions.untested_versions() == ["deepspeed 0.20.0 is untested; tested: 0.19.8."]
+    assert versions.untested_versions() == [
+        "deepspeed 0.20.0 is untested; tested: 0.19.8.",
+        "peft 0.22.0 is untested; tested: 0.21.2.",
+    ]

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import inspect
+import tomllib
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import accelerate
 import deepspeed
 import pytest
+import torch
 from accelerate import Accelerator, DeepSpeedPlugin
+from accelerate.utils.dataclasses import FP8BackendType
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
+from packaging.requirements import Requirement
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 import ds_hybrid
+from ds_hybrid.engine.parameter_groups import split_optimizer
 from ds_hybrid.errors import ConfigError
 from ds_hybrid.hf import trainer
 from ds_hybrid.hf.trainer import engine_of, is_on, use_with_accelerate
@@ -42,7 +52,7 @@ def test_on_and_off() -> None:
     before = methods()
     switch = ds_hybrid.use_with_accelerate()
     assert is_on(Accelerator)
-    assert [now is then for now, then in zip(methods(), before, strict=True)] == [False, False, True]
+    assert [now is then for now, then in zip(methods(), before, strict=True)] == [False, True, True]
     switch.off()
     assert methods() == before
     switch.off()
@@ -67,12 +77,119 @@ def test_a_second_switch_leaves_the_first_alone() -> None:
     assert methods() == before
 
 
+def test_a_block_stays_on_when_an_outer_switch_goes_off() -> None:
+    before = methods()
+    outer = use_with_accelerate()
+    with use_with_accelerate():
+        outer.off()
+        assert is_on(Accelerator)
+        assert methods() != before
+    assert methods() == before
+
+
 class Unprepared:
     """What of an Accelerator is looked at before there is an engine."""
 
-    def __init__(self) -> None:
-        config = {"zero_optimization": {"stage": 1}, "ds_hybrid": {"dispatch": {"mode": "auto"}}}
+    def __init__(self, *, even_batches: bool = True, fp8_backend: FP8BackendType = FP8BackendType.NO) -> None:
+        config = {
+            "zero_optimization": {"stage": 1},
+            "expert_parallel": {"enabled": True, "autoep_size": 2},
+            "ds_hybrid": {"dispatch": {"mode": "auto"}},
+        }
         self.deepspeed_plugin = DeepSpeedPlugin(hf_ds_config=config)
+        self.even_batches = even_batches
+        self.fp8_backend = fp8_backend
+
+
+@pytest.mark.parametrize("marked", [True, False], ids=["functools.wraps", "bare"])
+def test_who_replaced_the_method_later_keeps_it(monkeypatch: pytest.MonkeyPatch, marked: bool) -> None:
+    """And calls Accelerate's own when the switch is off, ours again when one is on."""
+    sections: list[bool] = []
+
+    def prepare(self: Any, *args: Any) -> tuple[Any, ...]:
+        sections.append("ds_hybrid" in self.deepspeed_plugin.deepspeed_config)
+        return args
+
+    monkeypatch.setattr(Accelerator, "_prepare_deepspeed", prepare)
+    switch = use_with_accelerate()
+    ours = Accelerator._prepare_deepspeed
+
+    def foreign(self: Any, *args: Any) -> tuple[Any, ...]:
+        return ours(self, *args)
+
+    if marked:
+        foreign = functools.wraps(ours)(foreign)
+    Accelerator._prepare_deepspeed = foreign
+    Accelerator._prepare_deepspeed(Unprepared())
+    switch.off()
+    assert Accelerator._prepare_deepspeed is foreign
+    assert not is_on(Accelerator)
+    Accelerator._prepare_deepspeed(Unprepared())
+    with use_with_accelerate():
+        assert is_on(Accelerator)
+        Accelerator._prepare_deepspeed(Unprepared())
+    Accelerator._prepare_deepspeed(Unprepared())
+    assert sections == [False, True, False, True]
+    Accelerator._prepare_deepspeed = ours
+    use_with_accelerate().off()
+    assert Accelerator._prepare_deepspeed is prepare
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"even_batches": False}, r"^even_batches = False: .* with experts on 2 ranks every forward is an exchange"),
+        ({"fp8_backend": FP8BackendType.MSAMP}, r"^fp8 backend MSAMP: MS-AMP builds the engine without"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_built(
+    monkeypatch: pytest.MonkeyPatch, setting: dict[str, Any], message: str
+) -> None:
+    built = []
+
+    def prepare(self: Any, *args: Any) -> tuple[Any, ...]:
+        built.append(args)
+        return args
+
+    monkeypatch.setattr(Accelerator, "_prepare_deepspeed", prepare)
+    with use_with_accelerate():
+        with pytest.raises(ConfigError, match=message):
+            Accelerator._prepare_deepspeed(Unprepared(**setting), nn.Linear(2, 2))
+        assert built == []
+        Accelerator._prepare_deepspeed(Unprepared(**setting), "a dataloader")  # before the model, or without one
+    assert built == [("a dataloader",)]
+
+
+def test_others_who_build_meanwhile_reach_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    reached: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+
+    def note(name: str) -> Callable[..., tuple[Any, ...]]:
+        def initialize(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+            reached.append((name, args, kwargs))
+            return ()
+
+        return initialize
+
+    def prepare(self: Any, *args: Any) -> tuple[Any, ...]:
+        ds_config = self.deepspeed_plugin.deepspeed_config
+        deepspeed.initialize(None, "theirs", config={"train_batch_size": 1})
+        deepspeed.initialize(config_params=dict(ds_config))
+        deepspeed.initialize(model="ours", config_params=ds_config)
+        return args
+
+    monkeypatch.setattr(Accelerator, "_prepare_deepspeed", prepare)
+    monkeypatch.setattr(deepspeed, "initialize", note("deepspeed"))
+    monkeypatch.setattr(trainer, "initialize", note("ds_hybrid"))
+    unprepared = Unprepared()
+    ds_config = unprepared.deepspeed_plugin.deepspeed_config
+    with use_with_accelerate():
+        Accelerator._prepare_deepspeed(unprepared)
+    without = {key: value for key, value in ds_config.items() if key != "ds_hybrid"}
+    assert reached == [
+        ("deepspeed", (None, "theirs"), {"config": {"train_batch_size": 1}}),
+        ("deepspeed", (), {"config_params": without}),
+        ("ds_hybrid", (), {"model": "ours", "config_params": ds_config}),
+    ]
 
 
 def test_everything_comes_back_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,6 +210,33 @@ def test_everything_comes_back_after_a_failure(monkeypatch: pytest.MonkeyPatch) 
     assert unprepared.deepspeed_plugin.deepspeed_config == before
     assert "ds_hybrid" in before
     assert deepspeed.initialize is original
+
+
+def test_the_scripts_scheduler_drives_the_optimizer_that_accelerate_puts_in_place_of_the_scripts() -> None:
+    """With offload, DeepSpeed's for the CPU, made from the groups of the script's."""
+    dense, expert = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    expert.allreduce, expert.group_name = False, "ep_size_2"  # type: ignore[attr-defined]
+    client = torch.optim.AdamW([dense, expert], lr=1.0)
+    scheduler = LambdaLR(client, lambda step: 0.5**step)
+    in_place = torch.optim.AdamW(client.param_groups)
+    origins = split_optimizer(in_place, None, trainable_only=True)
+    engine: Any = SimpleNamespace(group_origins=origins, client_lr_scheduler=None, basic_optimizer=in_place)
+    trainer._lead_schedulers((client, scheduler), engine)
+    scheduler.step()
+    assert [group["lr"] for group in in_place.param_groups] == [0.5, 0.5]
+
+
+def test_the_extra_installs_what_is_known() -> None:
+    """As the message without accelerate says."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    requirements = {
+        parsed.name: parsed.specifier for parsed in map(Requirement, project["optional-dependencies"]["hf"])
+    }
+    for package, (low, high) in trainer.KNOWN.items():
+        assert low in requirements[package]
+        assert high not in requirements[package]
+        assert {specifier.operator for specifier in requirements[package]} == {">=", "<"}
+    assert "packaging" in {Requirement(line).name for line in project["dependencies"]}
 
 
 @pytest.mark.parametrize(

@@ -1,22 +1,21 @@
-"""transformers' Trainer and plain Accelerate on two ranks with two expert-parallel places, through ds_hybrid."""
+"""transformers' Trainer on two ranks with two expert-parallel places, through ds_hybrid."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import ds_hybrid
-from ds_hybrid.engine.engine import MoEEngine
-from ds_hybrid.errors import ConfigError, PlacementError
+from ds_hybrid.errors import CheckpointError, ConfigError, PlacementError
 from ds_hybrid.hf.trainer import engine_of
+from ds_hybrid.observe.stats import MoEStats
 from ds_hybrid.placement import ExpertPlacement
 from tests.multirank.models import make_model
 from tests.multirank.trainers import (
@@ -25,8 +24,8 @@ from tests.multirank.trainers import (
     Script,
     Trained,
     evaluation_loss,
-    forget_accelerate,
     logits_of,
+    make_trainer,
     sequences,
     train,
     train_by_hand,
@@ -104,15 +103,29 @@ def test_evaluation_is_that_of_one_process(two_ranks: RankPool, tmp_path: Path) 
     assert predictions.shape == (7, 12, 64)
 
 
-def test_layers_are_logged(two_ranks: RankPool, tmp_path: Path) -> None:
-    trained = two_ranks.run(train_logging, Script(str(tmp_path)))[0]
+@pytest.mark.parametrize(
+    ("arguments", "at_steps"), [({}, [1, 2, 3, 4]), ({"logging_strategy": "epoch"}, [4])], ids=["steps", "epoch"]
+)
+def test_layers_are_logged(two_ranks: RankPool, tmp_path: Path, arguments: dict[str, Any], at_steps: list[int]) -> None:
+    """Beside a script that reads ``engine.moe_stats()`` itself: neither takes from the other."""
+    script = Script(str(tmp_path), arguments=arguments)
+    outcomes = two_ranks.run(train_logging, script)
+    trained = outcomes[0]
     entries = [log for log in trained.logs if "moe_load_max_over_mean" in log]
-    assert [entry["step"] for entry in entries] == [1, 2, 3, 4]
-    assert len(trained.losses) == 4
-    for entry in entries:
-        assert 1 <= entry["moe_load_max_over_mean"] <= 4  # top-2 of 8 experts
-        assert 1 <= entry["moe_lower_bound_ratio"] < 1.5
-        assert entry["moe_wire_bytes_per_token"] > 0
+    assert [entry["step"] for entry in entries] == at_steps
+    assert [log["step"] for log in trained.logs if "loss" in log] == at_steps
+    counted: list[MoEStats] = trained.extra
+    assert outcomes[1].extra == counted
+    for entry, first, last in zip(entries, [0, *at_steps], at_steps, strict=False):
+        of_layer = list(zip(*(stats.layers for stats in counted[first:last]), strict=True))
+        loads = [np.sum([stats.expert_load for stats in layer], axis=0) for layer in of_layer]
+        assert [load.sum() for load in loads] == [(last - first) * 2 * 2 * 12 * 2] * 2  # ranks, rows, tokens, choices
+        sent = [sum(stats.payload + stats.metadata for stats in layer) for layer in of_layer]
+        tokens = [sum(stats.num_tokens for stats in layer) for layer in of_layer]
+        bounds = [sum(stats.lower_bound for stats in layer) for layer in of_layer]
+        assert entry["moe_load_max_over_mean"] == pytest.approx(max(load.max() / load.mean() for load in loads))
+        assert entry["moe_wire_bytes_per_token"] == pytest.approx(np.divide(sent, tokens).sum())
+        assert entry["moe_lower_bound_ratio"] == pytest.approx(sum(sent) / sum(bounds))
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
@@ -135,12 +148,33 @@ def test_adapters_on_attention_train_alone(two_ranks: RankPool, tmp_path: Path, 
 
 
 def test_adapters_at_stage_3_train_and_are_saved(two_ranks: RankPool, tmp_path: Path) -> None:
-    """Checkpoints are not: DeepSpeed has no place for frozen experts in those of stage 3."""
     script = Script(str(tmp_path), zero_stage=3, lora=LORA)
     trained = two_ranks.run(train_and_save_adapters, script, str(make_base(tmp_path)))[0]
     plain = two_ranks.run(train, replace(script, zero_stage=1))[0]
     assert trained.losses == pytest.approx(plain.losses, abs=1e-5)
     assert (tmp_path / "final" / "adapter_model.safetensors").stat().st_size > 0
+
+
+def test_checkpoints_at_stage_3_with_frozen_experts_are_refused(two_ranks: RankPool, tmp_path: Path) -> None:
+    """The start warns of it; at the first save every rank has the reason, and nothing is left half written."""
+    script = Script(str(tmp_path), zero_stage=3, lora=LORA, arguments={**SAVING, "log_level": "warning"})
+    outcomes = two_ranks.run(refused_checkpoint, script)
+    assert [warned for _, warned in outcomes] == [True, False]
+    for message, _ in outcomes:
+        assert message.startswith(
+            f"save_checkpoint: zero_optimization.stage = 3, and base_model.model.{LAYERS[0]}.experts.w1 is frozen"
+        )
+    assert not list(tmp_path.rglob("*global_step*"))
+
+
+def test_a_model_saved_after_the_block(two_ranks: RankPool, tmp_path: Path) -> None:
+    """The switch is off by then; the weights are all experts' all the same."""
+    from transformers import AutoModelForCausalLM
+
+    expected = two_ranks.run(train_and_save_afterwards, Script(str(tmp_path)))[0]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    assert model.state_dict().keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize("target_modules", ["all-linear", ["w1", "w3"]])
@@ -156,7 +190,7 @@ def test_uneven_batches_are_refused(two_ranks: RankPool, tmp_path: Path) -> None
     script = Script(str(tmp_path), arguments={"accelerator_config": {"even_batches": False}})
     for message in two_ranks.run(refused, script):
         assert "even_batches = False: ranks could get different numbers of batches" in message
-        assert LAYERS[0] in message
+        assert "experts on 2 ranks" in message
 
 
 @pytest.mark.parametrize("zero_stage", [2, 3])
@@ -166,23 +200,6 @@ def test_weights_that_transformers_loads_for_stage_3(two_ranks: RankPool, tmp_pa
     trained = two_ranks.run(train_pretrained, script, str(make_base(tmp_path)))[0]
     plain = two_ranks.run(train, Script(str(tmp_path)))[0]
     assert trained.losses == pytest.approx(plain.losses, abs=1e-5)
-
-
-@pytest.mark.parametrize("zero_stage", [1, 3])
-def test_plain_accelerate(two_ranks: RankPool, tmp_path: Path, zero_stage: int) -> None:
-    from transformers import AutoModelForCausalLM
-
-    first, second = two_ranks.run(loop_of_accelerate, zero_stage, str(tmp_path))
-    assert first.losses == second.losses
-    assert first.after_loading == first.losses[2:]
-    assert first.names == sorted(make_model("mixtral").state_dict())
-    assert second.names == []
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager")
-    torch.testing.assert_close(logits_of(model), first.logits, rtol=0, atol=1e-5)
-
-
-def test_switched_off_it_is_deepspeeds_engine_again(two_ranks: RankPool) -> None:
-    assert two_ranks.run(engines_on_and_off) == [[MoEEngine, deepspeed.DeepSpeedEngine]] * 2
 
 
 MOVED = ExpertPlacement.from_slots([[5, 0, 7, 2], [1, 6, 3, 4]])
@@ -237,9 +254,28 @@ def train_and_evaluate(script: Script) -> Trained:
 
 
 def train_logging(script: Script) -> Trained:
+    from transformers import TrainerCallback
+
     from ds_hybrid.hf.callback import LogMoEStats
 
-    return train(script, prepare=lambda trainer: trainer.add_callback(LogMoEStats(trainer)))
+    counted = []
+
+    class Count(TrainerCallback):
+        def __init__(self, trainer: Any) -> None:
+            self.trainer = trainer
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            counted.append(engine_of(self.trainer).moe_stats())
+
+    def prepare(trainer: Any) -> None:
+        trainer.add_callback(Count(trainer))
+        trainer.add_callback(LogMoEStats(trainer))
+
+    return train(script, prepare=prepare, finish=lambda _: [without_times(stats) for stats in counted])
+
+
+def without_times(stats: MoEStats) -> MoEStats:
+    return MoEStats(tuple(replace(layer, exposed_seconds=0.0, expert_seconds=()) for layer in stats.layers))
 
 
 def train_and_save_adapters(script: Script, base: str | None = None) -> Trained:
@@ -250,6 +286,33 @@ def train_and_save_adapters(script: Script, base: str | None = None) -> Trained:
     return train(script, base=base, finish=finish)
 
 
+def refused_checkpoint(script: Script) -> tuple[str, bool]:
+    """The error of the first save, and whether the start has warned of it."""
+    from deepspeed.utils import logger
+
+    warnings: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        with pytest.raises(CheckpointError) as caught:
+            train(script)
+    finally:
+        logger.removeHandler(handler)
+    return str(caught.value), any("the experts are frozen" in warning for warning in warnings)
+
+
+def train_and_save_afterwards(script: Script) -> dict[str, Tensor]:
+    with ds_hybrid.use_with_accelerate():
+        trainer = make_trainer(script)
+        trainer.train()
+    trainer.save_model()
+    engine = engine_of(trainer)
+    weights = engine.whole_state_dict()
+    engine.destroy()
+    return weights
+
+
 def refused(script: Script) -> str:
     with pytest.raises(ConfigError) as caught:
         train(script)
@@ -258,74 +321,3 @@ def refused(script: Script) -> str:
 
 def train_pretrained(script: Script, base: str) -> Trained:
     return train(script, base=base)
-
-
-@dataclass(frozen=True)
-class Loop:
-    losses: list[float]
-    after_loading: list[float]
-    names: list[str]
-    logits: Tensor
-
-
-def loop_of_accelerate(zero_stage: int, folder: str) -> Loop:
-    """4 steps; then 2 of them again, from the state in between."""
-    from accelerate import Accelerator, DeepSpeedPlugin, PartialState
-    from accelerate.utils import DummyOptim
-    from torch.utils.data import DataLoader
-
-    config = Script(folder, zero_stage).ds_config()
-    config["bf16"]["enabled"] = False
-    config["optimizer"]["params"] |= {"betas": [0.9, 0.999], "eps": 1e-8}
-    forget_accelerate()
-    with ds_hybrid.use_with_accelerate():
-        PartialState(cpu=True)  # on CPUs: alone, Accelerate would take each rank for a run of its own
-        accelerator = Accelerator(
-            deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config, transformer_moe_cls_names="MixtralSparseMoeBlock")
-        )
-        model = make_model("mixtral")
-        engine, optimizer, loader = accelerator.prepare(
-            model,
-            DummyOptim(list(model.parameters()), lr=0.01),
-            DataLoader(sequences(16), batch_size=2),  # type: ignore[arg-type]
-        )
-        assert engine_of(accelerator) is engine
-
-        def step(batch: dict[str, Tensor]) -> float:
-            loss = engine(**batch).loss
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            return float(accelerator.gather(loss.detach()).mean())
-
-        batches = list(loader)
-        losses = [step(batch) for batch in batches[:2]]
-        accelerator.save_state(f"{folder}/state")
-        losses += [step(batch) for batch in batches[2:]]
-        accelerator.load_state(f"{folder}/state")
-        again = [step(batch) for batch in batches[2:]]
-        state = accelerator.get_state_dict(engine)
-        names = sorted(state)
-        accelerator.unwrap_model(engine).save_pretrained(
-            f"{folder}/model", is_main_process=accelerator.is_main_process, state_dict=state
-        )
-        logits = logits_of(engine)
-    engine.destroy()
-    dist.barrier()
-    return Loop(losses, again, names, logits)
-
-
-def engines_on_and_off() -> list[type]:
-    from accelerate import Accelerator, DeepSpeedPlugin, PartialState
-
-    kinds = []
-    switch = ds_hybrid.use_with_accelerate()
-    for _ in range(2):
-        forget_accelerate()
-        PartialState(cpu=True)
-        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0}}
-        engine = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config)).prepare(torch.nn.Linear(2, 2))
-        kinds.append(type(engine))
-        engine.destroy()
-        switch.off()
-    return kinds

@@ -302,11 +302,8 @@ def refused(folder: Path) -> str:
 
 
 def test_layers_of_different_sizes_have_no_trace(two_ranks: RankPool, tmp_path: Path) -> None:
-    assert (
-        two_ranks.run(refused, tmp_path)
-        == [
-            "ds_hybrid.observe.routing_trace = true: the model's layers have 4, 8 experts, a trace has one number for all "
-            "of them. Set it to false."
-        ]
-        * 2
+    message = (
+        "ds_hybrid.observe.routing_trace = true: the model's layers have 4, 8 experts, a trace has one number for "
+        "all of them. Set it to false."
     )
+    assert two_ranks.run(refused, tmp_path) == [message] * 2

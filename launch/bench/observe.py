@@ -5,8 +5,8 @@
 
 Engines with the same weights train in the same processes on the same batches, step by step in turn: `off`, `again` (the
 same once more: how much equals differ), one each for the events alone, with the timelines, and with the routing trace,
-and `all` with everything. Whoever has no time for more than a few intervals learns the most from what is counted: the
-Python calls of a step are the same on every machine.
+and `all` with everything. Ratios are medians over the intervals of the ratio to `off` in the same interval; where
+chance could have made one, it says so. Function calls are counted: they are the same on a busy machine.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import sys
 import tempfile
 import time
@@ -27,7 +28,7 @@ import deepspeed.comm as dist
 import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
-from observe_costs import CPU, INSIDE_CPU, INSIDE_WALL, NUM_MEASURES, WALL, Costs, costs_of, to_markdown
+from observe_costs import CPU, INSIDE_CPU, INSIDE_WALL, NUM_MEASURES, WALL, Calls, Costs, costs_of, to_markdown
 from ranks import gathered, run_on_ranks
 from small_model import VOCABULARY, Sizes, add_sizes, build_engine
 
@@ -57,9 +58,9 @@ class Options(Sizes):
 def parse_options(arguments: list[str] | None = None) -> Options:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--steps", type=count, default=100, help="of each engine, after one interval to warm up (%(default)s)")
+    add("--steps", type=count, default=100, help="of each engine, rounded up to whole intervals (%(default)s)")
     add("--interval", type=count, default=10, help="steps between two records (%(default)s)")
-    add("--seconds", type=float, default=400, help="begin no other interval after so many (%(default)s)")
+    add("--seconds", type=float, default=420, help="end before that, with fewer steps (%(default)s)")
     add_sizes(parser, hidden=256)
     add("--json", type=Path, metavar="FILE", help="write everything that was measured")
     add("--local_rank", "--local-rank", help=argparse.SUPPRESS)
@@ -77,19 +78,17 @@ def main() -> int:
 
 def run(options: Options, environment: dict[str, Any]) -> None:
     """Trains the engines side by side, and prints a table on rank 0."""
+    end = time.monotonic() + options.seconds
     with tempfile.TemporaryDirectory() as own_folder:
         folder = Path(gathered(own_folder)[0])  # of rank 0, which writes
         engines = {name: make_engine(options, name, folder) for name in ENGINES}
-        samples = train(engines, options)
-        calls = count_calls(engines, options, first_step=len(samples))
+        calls = warm_up(engines, options)
+        samples = train(engines, options, end)
         dist.barrier()
         num_bytes = {name: file_bytes(folder / name) for name in ENGINES}
     if dist.get_rank() == 0:
-        measured = np.array(samples)[options.interval :]  # [S, R, engines, measures]
-        numbers = {name: number for number, name in enumerate(ENGINES)}
-        costs = {
-            name: costs_of(measured, number, options.interval, calls[:, number]) for name, number in numbers.items()
-        }
+        measured = np.array(samples)  # [S, R, engines, measures]
+        costs = {name: costs_of(measured, number, options.interval, calls[name]) for number, name in enumerate(ENGINES)}
         num_intervals = len(measured) // options.interval
         print(", ".join(f"{name} {value}" for name, value in environment.items()))
         print(f"{dist.get_world_size()} ranks, a record every {options.interval} steps, {num_intervals} intervals\n")
@@ -130,18 +129,31 @@ def make_engine(options: Options, name: str, folder: Path) -> Any:
     return build_engine(options, document)
 
 
-def train(engines: dict[str, Any], options: Options) -> list[Any]:
-    """[S][R][engines][measures] seconds of whole intervals, the first of them to warm up."""
+def warm_up(engines: dict[str, Any], options: Options) -> dict[str, Calls]:
+    """Train whole intervals, of three steps at least; the calls in the last two steps, of each engine."""
+    calls: dict[str, list[int]] = {name: [] for name in engines}
+    for step in range(options.interval * math.ceil(3 / options.interval)):
+        ids = batch(options, step)
+        for name, engine in engines.items():
+            with counted_calls() as num_calls, without_garbage_collection():
+                one_step(engine, ids.to(engine.device))
+            calls[name].append(num_calls[0])
+    return {name: Calls(record=of_steps[-1], other=of_steps[-2]) for name, of_steps in calls.items()}
+
+
+def train(engines: dict[str, Any], options: Options, end: float) -> list[Any]:
+    """[S][R][engines][measures] seconds of whole intervals: of all steps, or those that are over before ``end``."""
     samples: list[Any] = []
-    began = time.monotonic()
-    while len(samples) < options.steps + options.interval:
-        if len(samples) > options.interval and gathered(time.monotonic() - began)[0] > options.seconds:
-            break
+    names = list(engines)
+    while len(samples) < options.steps:
+        began = time.monotonic()
         for step in range(len(samples), len(samples) + options.interval):
-            turn = step % len(engines)
-            names = [*list(engines)[turn:], *list(engines)[:turn]]
-            of_engine = {name: timed_step(engines[name], options, step) for name in names}
-            samples.append(gathered([of_engine[name] for name in engines]))
+            turn = step % len(names)
+            of_engine = {name: timed_step(engines[name], options, step) for name in (*names[turn:], *names[:turn])}
+            samples.append(gathered([of_engine[name] for name in names]))
+        now = time.monotonic()
+        if gathered(2 * now - began > end)[0]:  # rank 0 decides whether there is time for another one
+            break
     return samples
 
 
@@ -170,21 +182,9 @@ def timed_step(engine: Any, options: Options, step: int) -> list[float]:
     return measures
 
 
-def count_calls(engines: dict[str, Any], options: Options, *, first_step: int) -> Any:
-    """[interval, engines] calls of functions, Python's and others, that this rank makes in each step of an interval."""
-    calls = np.zeros((options.interval, len(engines)), dtype=np.int64)
-    for step in range(options.interval):
-        ids = batch(options, first_step + step)
-        for number, engine in enumerate(engines.values()):
-            with counted_calls() as num_calls, without_garbage_collection():
-                one_step(engine, ids.to(engine.device))
-            calls[step, number] = num_calls[0]
-    return calls
-
-
 @contextmanager
 def counted_calls() -> Iterator[list[int]]:
-    """Of this thread, as the one item of the list."""
+    """Calls of functions, Python's and others, that this thread makes; the one item of the list."""
     found = [0]
 
     def note(_frame: Any, event: str, _argument: Any) -> None:

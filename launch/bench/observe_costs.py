@@ -15,16 +15,22 @@ GOAL = 0.01
 """The part of training's time that observing may take."""
 
 FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """A median, and between which values it lies with a probability of 95 %, by the order of the samples alone."""
+    """A median, and between which values it lies with a probability of 95 %; None for too few samples to tell."""
 
     median: float
-    low: float
-    high: float
+    bounds: tuple[float, float] | None
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Of functions, that rank 0 makes in a recorded step and in the one before."""
+
+    record: int
+    other: int
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,6 @@ class Costs:
         other_ms, other_cpu_ms: the same at the ends of the other steps; 0 for an interval of one.
         of_interval: the wall time inside the observer in an interval, by these medians, over that of its steps.
         least_interval: the shortest at which that is below :data:`GOAL`; None: none is long enough.
-        record_calls, other_calls: calls of functions that rank 0 makes in a recorded step, and in another.
     """
 
     step_ms: float
@@ -54,17 +59,15 @@ class Costs:
     other_cpu_ms: float
     of_interval: float
     least_interval: int | None
-    record_calls: int
-    other_calls: int
+    calls: Calls
 
 
-def costs_of(measured: FloatArray, number: int, interval: int, calls: IntArray) -> Costs:
+def costs_of(measured: FloatArray, number: int, interval: int, calls: Calls) -> Costs:
     """The costs of one engine.
 
     Args:
         measured: [S, R, engines, measures], S whole intervals; the first engine is `off`.
-        number: which engine.
-        calls: [interval], of that engine.
+        number: which engine; ``calls`` are its.
     """
     wall, cpu = (
         values.reshape(-1, interval, values.shape[1])  # [intervals, interval, engines]
@@ -90,8 +93,7 @@ def costs_of(measured: FloatArray, number: int, interval: int, calls: IntArray) 
         other_cpu_ms=other_cpu_ms,
         of_interval=(record_ms + (interval - 1) * other_ms) / (interval * step_ms_off),
         least_interval=least_interval(record_ms, other_ms, step_ms_off),
-        record_calls=int(calls[-1]),
-        other_calls=int(np.median(calls[:-1])) if has_others else 0,
+        calls=calls,
     )
 
 
@@ -101,15 +103,15 @@ def _ratio(values: FloatArray, number: int) -> Ratio:
 
 
 def ratio(samples: FloatArray) -> Ratio:
-    """The median of N ratios. Of fewer than six nothing is known with 95 %."""
+    """The median of N ratios, and its bounds by their order alone. Fewer than six have none."""
     ordered = np.sort(samples)
     num = len(ordered)
     # The median lies below the k-th smallest with the probability of fewer than k heads in N throws.
     tails = np.cumsum([math.comb(num, heads) for heads in range(num)]) / 2.0**num
     outside = int(np.count_nonzero(tails <= (1 - 0.95) / 2))
     if not outside:
-        return Ratio(float(np.median(ordered)), -math.inf, math.inf)
-    return Ratio(float(np.median(ordered)), float(ordered[outside - 1]), float(ordered[-outside]))
+        return Ratio(float(np.median(ordered)), None)
+    return Ratio(float(np.median(ordered)), (float(ordered[outside - 1]), float(ordered[-outside])))
 
 
 def least_interval(record_ms: float, other_ms: float, step_ms: float) -> int | None:
@@ -120,7 +122,9 @@ def least_interval(record_ms: float, other_ms: float, step_ms: float) -> int | N
 
 def is_resolved(found: Ratio, again: Ratio) -> bool:
     """Whether a ratio differs from 1 by more than chance, and by more than that of `again`, which is `off` too."""
-    return not found.low <= 1 <= found.high and abs(found.median - 1) > abs(again.median - 1)
+    if found.bounds is None or found.bounds[0] <= 1 <= found.bounds[1]:
+        return False
+    return abs(found.median - 1) > abs(again.median - 1)
 
 
 def to_markdown(costs: dict[str, Costs]) -> str:
@@ -143,7 +147,7 @@ def to_markdown(costs: dict[str, Costs]) -> str:
             "none" if each.least_interval is None else str(each.least_interval),
             *(
                 str(mine) if name == "off" else f"{mine - its:+d}"
-                for mine, its in ((each.record_calls, off.record_calls), (each.other_calls, off.other_calls))
+                for mine, its in ((each.calls.record, off.calls.record), (each.calls.other, off.calls.other))
             ),
         ]
         lines.append("| " + " | ".join(cells) + " |")
@@ -158,4 +162,4 @@ def _cell(name: str, costs: dict[str, Costs], field: str) -> str:
         return "1"
     if is_resolved(found, again):
         return f"{found.median:.3f}"
-    return f"not resolved, {found.low:.3f} to {found.high:.3f}"
+    return "not resolved" + ("" if found.bounds is None else ", {:.3f} to {:.3f}".format(*found.bounds))

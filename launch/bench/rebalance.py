@@ -33,26 +33,23 @@ from deepspeed.accelerator import get_accelerator
 from effect import BASELINE, Event, Track, events, to_json, to_markdown, window
 from numpy.typing import NDArray
 from ranks import gathered, run_on_ranks
+from small_model import Sizes, add_sizes, build_engine
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-import ds_hybrid
 from ds_hybrid.cli.arguments import count
 from ds_hybrid.dispatch.modes import MODES
 from ds_hybrid.errors import ConfigError
 from ds_hybrid.observe.run_directory import read_events
 from ds_hybrid.rebalance.algorithms import Algorithm
 
-NUM_BYTES = 256
 BALANCE = 0.01
-TOP_K = 2
 MAX_BYTES = 4 * 2**20
 """Of a domain's text."""
 
 
 @dataclass(frozen=True)
-class Options:
-    """The command line. Sizes of a batch are of each rank."""
+class Options(Sizes):
+    """The command line."""
 
     steps: int
     warm_up: int
@@ -65,14 +62,7 @@ class Options:
     half_life: float
     min_gain: float
     mode: str
-    ep: int | None
     zero_stage: int
-    experts: int
-    layers: int
-    hidden: int
-    width: int
-    batch: int
-    seq_len: int
     lr: float
     seed: int
     json: Path | None
@@ -118,14 +108,8 @@ def parse_options(arguments: list[str] | None = None) -> Options:
     add("--half-life", type=float, default=25, help="of the loads, in steps (%(default)s)")
     add("--min-gain", type=float, default=0.02, help="the least fall of the busiest rank's load (%(default)s)")
     add("--mode", choices=MODES, default="two_stage", help="alltoall gives the same losses to the bit (%(default)s)")
-    add("--ep", type=count, help="size of the expert-parallel groups (the number of ranks)")
+    add_sizes(parser, hidden=128)
     add("--zero-stage", type=int, choices=range(4), default=1, help="(%(default)s)")
-    add("--experts", type=count, default=32, help="of a layer (%(default)s)")
-    add("--layers", type=count, default=4, help="(%(default)s)")
-    add("--hidden", type=count, default=128, help="size of a token (%(default)s)")
-    add("--width", type=count, default=256, help="of an expert (%(default)s)")
-    add("--batch", type=count, default=4, help="sequences of a rank (%(default)s)")
-    add("--seq-len", type=count, default=128, help="bytes (%(default)s)")
     add("--lr", type=float, default=1e-3, help="after 20 steps (%(default)s)")
     add("--seed", type=int, default=0, help="of the weights and the batches (%(default)s)")
     add("--json", type=Path, metavar="FILE", help="write everything that was measured")
@@ -179,26 +163,8 @@ def train(options: Options, environment: dict[str, Any], domains: list[Domain], 
 
 def make_engine(options: Options, name: str, folder: Path) -> Any:
     """An engine that moves experts as the algorithm ``name`` says, or not at all; the same weights each time."""
-    config = Qwen3MoeConfig(
-        vocab_size=NUM_BYTES,
-        hidden_size=options.hidden,
-        num_hidden_layers=options.layers,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=max(options.hidden // 4, 8),
-        moe_intermediate_size=options.width,
-        num_experts=options.experts,
-        num_experts_per_tok=TOP_K,
-        norm_topk_prob=True,
-        output_router_logits=True,
-        router_aux_loss_coef=BALANCE,
-        max_position_embeddings=options.seq_len,
-    )
-    torch.manual_seed(options.seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     document = ds_config(options, name, folder)
-    engine, *_ = ds_hybrid.initialize(model=model, model_parameters=model.parameters(), config=document)
-    return engine
+    return build_engine(options, document, seed=options.seed, output_router_logits=True, router_aux_loss_coef=BALANCE)
 
 
 def ds_config(options: Options, name: str, folder: Path) -> dict[str, Any]:
@@ -212,18 +178,15 @@ def ds_config(options: Options, name: str, folder: Path) -> dict[str, Any]:
     }
     warm_up = {"warmup_min_lr": 0.0, "warmup_max_lr": options.lr, "warmup_num_steps": 20, "warmup_type": "linear"}
     return {
-        "train_micro_batch_size_per_gpu": options.batch,
         "optimizer": {"type": "AdamW", "params": {"lr": options.lr, "betas": [0.9, 0.95], "torch_adam": True}},
         "scheduler": {"type": "WarmupLR", "params": warm_up},
         "zero_optimization": {"stage": options.zero_stage},
-        "expert_parallel": {"enabled": True, "autoep_size": options.ep or dist.get_world_size()},
         "ds_hybrid": {
             "dispatch": {"mode": options.mode},
             "rebalance": rebalance,
             # Decisions alone: no step is recorded.
             "observe": {"directory": str(folder / name), "interval": 10**9, "timeline": False},
         },
-        "steps_per_print": 10**9,
     }
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -153,18 +154,27 @@ def test_memory_limit(four_ranks: RankPool) -> None:
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 3])
 def test_bf16(four_ranks: RankPool, zero_stage: int) -> None:
-    """Rounding is all that differs from the plain model in fp32; routes that it turns make up most of that."""
-    run = Sequences(bf16=True, kind="packed", zero_stage=zero_stage, num_steps=1, mode="alltoall")
-    for found in four_ranks.run(errors, run):
-        assert found.loss <= 0.05
+    """Rounding is all that differs from the plain model in fp32: 0.07 of the changes at most. Gradients of keys that are
+    0.8 of what is right make it 0.11.
+    """
+    run = Sequences(bf16=True, zero_stage=zero_stage, mode="alltoall", clip=0.5, learning_rate=2.0, **SMOOTH)
+    for loss, norm, change in four_ranks.run(rounding_errors, run):
+        assert loss <= 0.01
+        assert norm <= 0.06
+        assert change <= 0.09
 
 
 @pytest.mark.parametrize("kv_gather", ["blocks", "ring"])
 def test_fp8_on_the_wire(four_ranks: RankPool, kv_gather: str) -> None:
-    """Rounded, and only keys and values."""
-    run = Sequences(kv_gather=kv_gather, attention={"wire_dtype": "fp8_e4m3"}, kind="packed", num_steps=1)
-    for found in four_ranks.run(errors, run):
-        assert 0 < found.loss <= 0.02
+    """Rounded, and only keys and values: 0.03 of the changes; 0.09 with gradients as above."""
+    run = Sequences(kv_gather=kv_gather, attention={"wire_dtype": "fp8_e4m3"}, **SMOOTH)
+    for loss, _, change in four_ranks.run(rounding_errors, run):
+        assert 0 < loss <= 0.01
+        assert 0 < change <= 0.05
+
+
+SMOOTH: dict[str, Any] = {"kind": "packed", "model_changes": {"num_experts_per_tok": 8}}
+"""Every token goes to all experts: rounding turns no route, so what it does stays small."""
 
 
 def test_evaluation_gives_the_logits_of_the_plain_model(four_ranks: RankPool) -> None:
@@ -248,6 +258,26 @@ def test_mistakes_raise_one_readable_error_on_every_rank(four_ranks: RankPool, c
 def test_the_shipped_ds_config_is_accepted() -> None:
     config = load("ds_configs/sequence_parallel_zero1_bf16.json", world_size=4, num_experts=8)
     assert config.attention.kv_gather == "auto"
+
+
+def rounding_errors(run: Sequences) -> tuple[float, float, float]:
+    """Of losses; of norms, relative; and of all that training changed, relative to that, by the norm over parameters."""
+    trained, plain = train(run), train_plain(run, dist.get_world_size())
+    initial = dict(run.make_model().named_parameters())
+    expected = {name: values.double() - initial[name].detach() for name, values in plain.parameters.items()}
+    errors = [trained.parameters[name].double() - plain.parameters[name] for name in expected]
+    norm = (
+        max(abs(ours / theirs - 1) for ours, theirs in zip(trained.norms, plain.norms, strict=True)) if run.clip else 0
+    )
+    return (
+        largest_difference(trained.losses, plain.losses),
+        norm,
+        float(norm_of(errors) / norm_of(expected.values())),
+    )
+
+
+def norm_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([values.norm() for values in tensors]).norm()
 
 
 def errors_on_two_nodes(run: Sequences) -> Errors:

@@ -17,7 +17,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger
 from torch import Tensor, nn
 
-from ds_hybrid.attention.hugging_face import SharedAttention
+from ds_hybrid.attention.hugging_face import SharedAttention, silent
 from ds_hybrid.config import ObserveConfig
 from ds_hybrid.dispatch.choose import DispatcherChange
 from ds_hybrid.dispatch.spans import SILENT, LayerSpans, SpanLog, Spans
@@ -103,6 +103,8 @@ class Observer(Unobserved):
         self._interval = config.interval
         self._layers = {layer.layer_name: layer for layer in layers}
         self._attention = attention
+        if attention is not None:
+            attention.spans_of = self._spans_of_attention
         self._name_of = {part: name for name, part in module.named_modules()}
         self._attention_layers: list[nn.Module] = []
         self._monitor = monitor
@@ -210,6 +212,8 @@ class Observer(Unobserved):
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        if self._attention is not None:
+            self._attention.spans_of = silent
         self._watch(step=None)
         if self._writer is not None:
             self._writer.close()
@@ -247,8 +251,6 @@ class Observer(Unobserved):
         self._log = SpanLog() if is_wanted else None
         for number, layer in enumerate(self._layers.values()):
             layer.meter.watched_by = SILENT if self._log is None else LayerSpans(self._log, number)
-        if self._attention is not None:
-            self._attention.spans_of = self._spans_of_attention
 
     def _spans_of_attention(self, layer: nn.Module) -> Spans:
         """Attention layers are numbered after the MoE layers, as they first run: in one order on all ranks."""

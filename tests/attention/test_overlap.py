@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ds_hybrid.attention.choose import Attention, Clock, Schedule, Timeline, forecast
+from ds_hybrid.attention.choose import AttentionShape, Clock, Schedule, Timeline, forecast
 from ds_hybrid.attention.kv_gather import KVGatherAttention
 from ds_hybrid.attention.traffic import KVShape, gathered_bytes
 from ds_hybrid.dispatch.predict import GroupSpeed
@@ -30,10 +30,10 @@ BIDIRECTIONAL = Case(
 CAUSAL = replace(BIDIRECTIONAL, causal=True, order="balanced")
 
 
-def layer(case: Case, num_ranks: int) -> Attention:
+def layer(case: Case, num_ranks: int) -> AttentionShape:
     length = case.shards(num_ranks).shard_length
     kv = KVShape(num_ranks, 1, length, case.num_kv_heads, case.head_dim, case.value_head_dim, 4)
-    return Attention(kv, case.num_heads, case.causal)
+    return AttentionShape(kv, case.num_heads, case.causal)
 
 
 def speed_of(case: Case, num_ranks: int, rho: float, latency: float = 0.0) -> tuple[GroupSpeed, float]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import ds_hybrid
+from ds_hybrid.attention.hugging_face import silent
 from ds_hybrid.dispatch.traffic import WireShape, backward_traffic, forward_traffic
 from ds_hybrid.engine import observer
 from ds_hybrid.errors import ConfigError
@@ -438,4 +439,5 @@ def modes_of_attention(run: Sequences) -> set[str]:
     steps(engine, run, range(run.num_steps))
     modes = set(engine.sequence_parallel.attention.group.meter.total().by_mode)
     engine.destroy()
+    assert engine.sequence_parallel.shared.spans_of is silent
     return modes

@@ -255,11 +255,11 @@ MISTAKES = {
     "an mpu": "ds_hybrid.initialize(mpu=...): with ds_hybrid.attention.kv_gather, the groups of ranks come from "
     'sequence_parallel_size. Leave it out, or set kv_gather to "off".',
     "a plain module": "ds_hybrid.attention.kv_gather: Linear holds no Hugging Face model, whose attention could be "
-    'switched. Pass one, or set it to "off" and call ds_hybrid.attention.kv_gather in your own attention layer.',
+    'switched. Pass one, or set it to "off".',
     "linear attention": "ds_hybrid.attention.kv_gather: Qwen3_5MoeForCausalLM has layers of kind linear_attention, "
     'which would mix the tokens of this rank alone. Set it to "off".',
-    "dropout": "ds_hybrid.attention.kv_gather: Qwen3MoeForCausalLM has attention_dropout = 0.1: the ranks of a "
-    "sequence would have to draw the same mask without holding it. Set it to 0.",
+    "dropout": "ds_hybrid.attention.kv_gather: Qwen3MoeForCausalLM has attention_dropout = 0.1: must be 0 where "
+    "keys and values are gathered. Set it to 0.",
     "no sequences": 'ds_hybrid.attention.kv_gather = "auto" (ds_config): nothing to gather: sequence_parallel_size is '
     '1. Set that to the number of ranks that share a sequence, or ds_hybrid.attention.kv_gather to "off".',
     "consecutive shards": NOT_ONE_SEQUENCE,

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from ds_hybrid.dispatch.arrived import Arrived, Experts
 from ds_hybrid.dispatch.modes import Sender
-from ds_hybrid.dispatch.spans import SILENT, Spans
+from ds_hybrid.dispatch.spans import SILENT, Spans, is_in_backward
 from ds_hybrid.dispatch.stopwatch import Stopwatch
 
 
@@ -86,7 +86,7 @@ class Meter:
 
     @property
     def _is_training(self) -> bool:
-        return self._forwards_are_training or is_recomputing()
+        return self._forwards_are_training or is_in_backward()
 
     @property
     def _account(self) -> _Account:
@@ -181,7 +181,7 @@ class _Account:
 
 def is_recomputing() -> bool:
     """Whether this forward runs inside a backward, as both kinds of activation checkpointing run it again."""
-    return torch._C._current_graph_task_id() != -1
+    return is_in_backward()
 
 
 def crossing(rows: Tensor, num_rows_needed: Tensor, meter: Meter) -> Tensor:

@@ -92,7 +92,7 @@ class LayerSpans(Spans):
         self._layer = layer
 
     def work(self, name: str) -> AbstractContextManager[None]:
-        return self._noted(name, "recompute" if _is_in_backward() else "forward")
+        return self._noted(name, "recompute" if is_in_backward() else "forward")
 
     def back(self, name: str) -> AbstractContextManager[None]:
         return self._noted(name, "backward")
@@ -124,7 +124,7 @@ class LayerSpans(Spans):
             with watch:
                 yield
         finally:
-            self._log.add("wait", "backward" if _is_in_backward() else "forward", self._layer, begin)
+            self._log.add("wait", "backward" if is_in_backward() else "forward", self._layer, begin)
 
     def trail(self) -> Trail:
         return _LayerTrail(self._log, self._layer)
@@ -161,5 +161,6 @@ class _Mark(torch.autograd.Function):
         return gradient, None, None, None
 
 
-def _is_in_backward() -> bool:
+def is_in_backward() -> bool:
+    """Whether autograd runs a backward on this thread, a forward that activation checkpointing repeats included."""
     return torch._C._current_graph_task_id() != -1

@@ -67,7 +67,7 @@ class KVGatherAttention:
         scale: float | None = None,
         dropout: float = 0.0,
     ) -> Tensor:
-        """All ranks call it together, and their backwards too.
+        """All ranks call it together, and their backwards too. Under autocast it computes in the dtype of that.
 
         Args:
             query: [B, H, shard_length, D], the rank's shard in the order of ``sight.shards``, RoPE applied.
@@ -82,6 +82,7 @@ class KVGatherAttention:
         Raises:
             ConfigError: dropout, or shapes and dtypes that do not fit.
         """
+        query, key, value = _autocast(query, key, value)
         _check(query, key, value, sight, self.group, dropout)
         if query.device not in self._exchanges:
             self._exchanges[query.device] = Exchanges(self.group, query.device)
@@ -93,7 +94,8 @@ class KVGatherAttention:
             PassRules(sight, self._kernel, query.shape[3] ** -0.5 if scale is None else scale),
             self.group.meter.watched_by,
         )
-        return _KVGather.apply(query, key, value, call)
+        with torch.autocast(query.device.type, enabled=False):  # products that are to be exact stay so
+            return _KVGather.apply(query, key, value, call)
 
     def _schedule_for(self, query: Tensor, kv: KVFormat, sight: Sight) -> Schedule:
         if isinstance(self._schedule, Schedule):
@@ -165,6 +167,14 @@ class _KVGather(torch.autograd.Function):
         with ctx.call.spans.back(_SPAN):
             grad_key, grad_value = ctx.call.backward(ctx.call.own(key, value), run, kept)
         return run.grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), None
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """In the dtype in which torch's own attention would take them."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    return tuple(x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(device)) for x in tensors)
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, sight: Sight, group: RankGroup, dropout: float) -> None:

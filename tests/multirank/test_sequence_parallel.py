@@ -196,6 +196,14 @@ def test_fp8_on_the_wire(four_ranks: RankPool, kv_gather: str) -> None:
         assert 0 < change <= 0.05
 
 
+def test_autocast(four_ranks: RankPool) -> None:
+    """Masters in fp32, products in bf16: rounded as in bf16, and parameters not at all."""
+    autocast = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    for loss, _, change in four_ranks.run(rounding_errors, Sequences(mode="alltoall", changes=autocast, **SMOOTH)):
+        assert 0 < loss <= 0.01
+        assert change <= 0.03
+
+
 SMOOTH: dict[str, Any] = {"kind": "packed", "model_changes": {"num_experts_per_tok": 8}}
 """Every token goes to all experts: rounding turns no route, so what it does stays small."""
 

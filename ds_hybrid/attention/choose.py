@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Literal
 
 from ds_hybrid.attention.traffic import KVShape, Variant, gathered_bytes
@@ -123,9 +124,8 @@ def forecast(
     schedule: Schedule, attention: AttentionShape, speed: GroupSpeed, matmul_flops: float
 ) -> tuple[Timeline, Timeline]:
     """Forward and backward of one layer. Only matrix products take time; ranks are alike."""
-    passes = _RING if schedule.variant == "ring" else _WHOLE if schedule.variant == "whole" else _BLOCKS
     clocks = Clock(speed), Clock(speed)
-    for run, clock in zip(passes, clocks, strict=True):
+    for run, clock in zip(_PASSES[schedule.variant], clocks, strict=True):
         run(schedule, attention, clock, matmul_flops)
     forward, backward = (clock.read() for clock in clocks)
     return forward, backward
@@ -324,9 +324,14 @@ def _ring_backward(schedule: Schedule, attention: AttentionShape, clock: Clock, 
     clock.wait(going)
 
 
-_WHOLE = _whole_forward, _whole_backward
-_BLOCKS = _blocks_forward, _gathered_backward
-_RING = _ring_forward, _ring_backward
+_PASSES = MappingProxyType(
+    {
+        "whole": (_whole_forward, _whole_backward),
+        "blocks": (_blocks_forward, _gathered_backward),
+        "ring": (_ring_forward, _ring_backward),
+    }
+)
+"""Forward and backward of each variant."""
 
 
 def _milliseconds(seconds: float) -> str:

@@ -53,10 +53,11 @@ class Gathering:
 
     @property
     def num_pieces(self) -> int:
-        return len(self._piece_rows)
+        return len(self.piece_rows)
 
     @cached_property
-    def _piece_rows(self) -> tuple[tuple[slice, ...], ...]:
+    def piece_rows(self) -> tuple[tuple[slice, ...], ...]:
+        """Where in a shard the rows of each piece lie."""
         return self.sight.shards.piece_rows(self.schedule.num_pieces)
 
     @cached_property
@@ -65,7 +66,7 @@ class Gathering:
 
     def piece(self, of_shard: Tensor, number: int) -> Tensor:
         """[B, KV, shard_length, D] -> [B, KV, R, D]."""
-        return torch.cat([of_shard[:, :, rows] for rows in self._piece_rows[number]], 2)
+        return torch.cat([of_shard[:, :, rows] for rows in self.piece_rows[number]], 2)
 
     def piece_of(self, rank: int, number: int) -> TokenBlock:
         return self._pieces[rank][number]
@@ -175,8 +176,8 @@ def _backward(
         number, arrival = going.popleft()
         parts = call.kv.split_gradients(arrival.wait())
         for whole, part in zip((grad_key, grad_value), parts, strict=True):
-            lengths = [rows.stop - rows.start for rows in call._piece_rows[number]]
-            for rows, of_run in zip(call._piece_rows[number], part.split(lengths, 2), strict=True):
+            lengths = [rows.stop - rows.start for rows in call.piece_rows[number]]
+            for rows, of_run in zip(call.piece_rows[number], part.split(lengths, 2), strict=True):
                 whole[:, :, rows] += of_run
 
     for number, blocks in pieces:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Literal
 
 from ds_hybrid.attention.traffic import KVShape, Variant, gathered_bytes
@@ -51,7 +52,7 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionShape:
     """One layer on one rank.
 
     Attributes:
@@ -120,12 +121,11 @@ class Clock:
 
 
 def forecast(
-    schedule: Schedule, attention: Attention, speed: GroupSpeed, matmul_flops: float
+    schedule: Schedule, attention: AttentionShape, speed: GroupSpeed, matmul_flops: float
 ) -> tuple[Timeline, Timeline]:
     """Forward and backward of one layer. Only matrix products take time; ranks are alike."""
-    passes = _RING if schedule.variant == "ring" else _WHOLE if schedule.variant == "whole" else _BLOCKS
     clocks = Clock(speed), Clock(speed)
-    for run, clock in zip(passes, clocks, strict=True):
+    for run, clock in zip(_PASSES[schedule.variant], clocks, strict=True):
         run(schedule, attention, clock, matmul_flops)
     forward, backward = (clock.read() for clock in clocks)
     return forward, backward
@@ -133,7 +133,7 @@ def forecast(
 
 def choose(
     choice: Choice,
-    attention: Attention,
+    attention: AttentionShape,
     *,
     speed: GroupSpeed,
     matmul_flops: float,
@@ -176,7 +176,7 @@ def choose(
     return best, _reason(best, choice, seconds, exposed, attention.kv) + limit
 
 
-def held_bytes(schedule: Schedule, attention: Attention) -> int:
+def held_bytes(schedule: Schedule, attention: AttentionShape) -> int:
     """Keys, values and gradients of other ranks that a layer holds at its fullest, as they travel."""
     kv = attention.kv
     everything = gathered_bytes(kv)
@@ -191,7 +191,7 @@ def held_bytes(schedule: Schedule, attention: Attention) -> int:
     return min(kept + under_way, schedule.num_pieces) * everything // schedule.num_pieces + going
 
 
-def _candidates(attention: Attention) -> Iterator[Schedule]:
+def _candidates(attention: AttentionShape) -> Iterator[Schedule]:
     yield Schedule("ring")
     yield Schedule("whole")
     for num_pieces in _NUM_PIECES:
@@ -199,7 +199,7 @@ def _candidates(attention: Attention) -> Iterator[Schedule]:
             yield Schedule("blocks", num_pieces=num_pieces)
 
 
-def _keeping(schedule: Schedule, attention: Attention, memory_bytes: int | None) -> Schedule:
+def _keeping(schedule: Schedule, attention: AttentionShape, memory_bytes: int | None) -> Schedule:
     """The same, keeping what the limit leaves beside what is on its way."""
     if schedule.variant != "blocks" or memory_bytes is None:
         return schedule
@@ -217,19 +217,19 @@ def _reason(best: Schedule, choice: Choice, seconds: dict[Schedule, float], expo
     return f"{words}; others: {', '.join(others)}"
 
 
-def _forward_products(attention: Attention, matmul_flops: float) -> tuple[float, float]:
+def _forward_products(attention: AttentionShape, matmul_flops: float) -> tuple[float, float]:
     """Seconds of all scores, and of all weighted sums."""
     kv = attention.kv
     return attention.seconds(kv.head_dim, matmul_flops), attention.seconds(kv.value_head_dim, matmul_flops)
 
 
-def _backward_products(attention: Attention, matmul_flops: float) -> float:
+def _backward_products(attention: AttentionShape, matmul_flops: float) -> float:
     """Seconds of the scores again, of their gradients, and of those of queries, keys and values."""
     scores, sums = _forward_products(attention, matmul_flops)
     return 3 * scores + 2 * sums
 
 
-def _whole_forward(schedule: Schedule, attention: Attention, clock: Clock, matmul_flops: float) -> None:
+def _whole_forward(schedule: Schedule, attention: AttentionShape, clock: Clock, matmul_flops: float) -> None:
     kv = attention.kv
     scores, sums = _forward_products(attention, matmul_flops)
     held = min(1.0, SCORES_BYTES / (4 * attention.num_heads * attention.num_pairs))
@@ -241,11 +241,11 @@ def _whole_forward(schedule: Schedule, attention: Attention, clock: Clock, matmu
     clock.compute(held * sums + (1 - held) * (scores + sums))
 
 
-def _whole_backward(schedule: Schedule, attention: Attention, clock: Clock, matmul_flops: float) -> None:
+def _whole_backward(schedule: Schedule, attention: AttentionShape, clock: Clock, matmul_flops: float) -> None:
     _gathered_backward(replace(schedule, keep_bytes=gathered_bytes(attention.kv)), attention, clock, matmul_flops)
 
 
-def _blocks_forward(schedule: Schedule, attention: Attention, clock: Clock, matmul_flops: float) -> None:
+def _blocks_forward(schedule: Schedule, attention: AttentionShape, clock: Clock, matmul_flops: float) -> None:
     own = sum(_forward_products(attention, matmul_flops)) / attention.kv.num_ranks
     piece = own * (attention.kv.num_ranks - 1) / schedule.num_pieces
     coming = _gathers(schedule, attention, clock, schedule.num_pieces)
@@ -254,7 +254,7 @@ def _blocks_forward(schedule: Schedule, attention: Attention, clock: Clock, matm
         clock.compute(piece)
 
 
-def _gathered_backward(schedule: Schedule, attention: Attention, clock: Clock, matmul_flops: float) -> None:
+def _gathered_backward(schedule: Schedule, attention: AttentionShape, clock: Clock, matmul_flops: float) -> None:
     kv = attention.kv
     own = _backward_products(attention, matmul_flops) / kv.num_ranks
     piece = own * (kv.num_ranks - 1) / schedule.num_pieces
@@ -275,7 +275,7 @@ def _gathered_backward(schedule: Schedule, attention: Attention, clock: Clock, m
         clock.wait(arrival)
 
 
-def _gathers(schedule: Schedule, attention: Attention, clock: Clock, num_gathers: int) -> Iterator[None]:
+def _gathers(schedule: Schedule, attention: AttentionShape, clock: Clock, num_gathers: int) -> Iterator[None]:
     """Steps from arrival to arrival; the first gathers leave at once."""
     kv = attention.kv
     piece_bytes = (kv.num_ranks - 1) * kv.shard_length * kv.token_wire_bytes / schedule.num_pieces
@@ -291,7 +291,7 @@ def _gathers(schedule: Schedule, attention: Attention, clock: Clock, num_gathers
     return arrivals()
 
 
-def _ring_forward(schedule: Schedule, attention: Attention, clock: Clock, matmul_flops: float) -> None:
+def _ring_forward(schedule: Schedule, attention: AttentionShape, clock: Clock, matmul_flops: float) -> None:
     kv = attention.kv
     own = sum(_forward_products(attention, matmul_flops)) / kv.num_ranks
     shard_bytes = kv.shard_length * kv.token_wire_bytes
@@ -302,7 +302,7 @@ def _ring_forward(schedule: Schedule, attention: Attention, clock: Clock, matmul
     clock.compute(own)
 
 
-def _ring_backward(schedule: Schedule, attention: Attention, clock: Clock, matmul_flops: float) -> None:
+def _ring_backward(schedule: Schedule, attention: AttentionShape, clock: Clock, matmul_flops: float) -> None:
     kv = attention.kv
     own = _backward_products(attention, matmul_flops) / kv.num_ranks
     shard_bytes, gradient_bytes = kv.shard_length * kv.token_wire_bytes, kv.shard_length * kv.token_gradient_bytes
@@ -324,9 +324,14 @@ def _ring_backward(schedule: Schedule, attention: Attention, clock: Clock, matmu
     clock.wait(going)
 
 
-_WHOLE = _whole_forward, _whole_backward
-_BLOCKS = _blocks_forward, _gathered_backward
-_RING = _ring_forward, _ring_backward
+_PASSES = MappingProxyType(
+    {
+        "whole": (_whole_forward, _whole_backward),
+        "blocks": (_blocks_forward, _gathered_backward),
+        "ring": (_ring_forward, _ring_backward),
+    }
+)
+"""Forward and backward of each variant."""
 
 
 def _milliseconds(seconds: float) -> str:

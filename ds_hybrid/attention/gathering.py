@@ -24,8 +24,8 @@ from torch import Tensor
 from ds_hybrid.attention.choose import SCORES_BYTES, Schedule
 from ds_hybrid.attention.exchange import Arrival, Exchanges, KVFormat
 from ds_hybrid.attention.masks import Sight, Tile, split_work
-from ds_hybrid.attention.passes import BackwardPass, Block, ForwardPass
-from ds_hybrid.attention.shards import KeyBlock
+from ds_hybrid.attention.passes import BackwardPass, ForwardPass, KVBlock
+from ds_hybrid.attention.shards import TokenBlock
 
 _SCORES_ROWS = 512
 
@@ -53,21 +53,22 @@ class Gathering:
 
     @property
     def num_pieces(self) -> int:
-        return len(self._piece_rows)
+        return len(self.piece_rows)
 
     @cached_property
-    def _piece_rows(self) -> tuple[tuple[slice, ...], ...]:
+    def piece_rows(self) -> tuple[tuple[slice, ...], ...]:
+        """Where in a shard the rows of each piece lie."""
         return self.sight.shards.piece_rows(self.schedule.num_pieces)
 
     @cached_property
-    def _pieces(self) -> tuple[tuple[KeyBlock, ...], ...]:
+    def _pieces(self) -> tuple[tuple[TokenBlock, ...], ...]:
         return tuple(self.sight.shards.pieces(rank, self.schedule.num_pieces) for rank in range(self.num_ranks))
 
     def piece(self, of_shard: Tensor, number: int) -> Tensor:
         """[B, KV, shard_length, D] -> [B, KV, R, D]."""
-        return torch.cat([of_shard[:, :, rows] for rows in self._piece_rows[number]], 2)
+        return torch.cat([of_shard[:, :, rows] for rows in self.piece_rows[number]], 2)
 
-    def piece_of(self, rank: int, number: int) -> KeyBlock:
+    def piece_of(self, rank: int, number: int) -> TokenBlock:
         return self._pieces[rank][number]
 
     def others(self) -> Sequence[int]:
@@ -79,12 +80,12 @@ class Gathering:
             lambda: self.kv.pack(self.piece(key, number), self.piece(value, number)), key, value
         )
 
-    def arrived(self, wire: Tensor, number: int) -> Iterator[Block]:
+    def arrived(self, wire: Tensor, number: int) -> Iterator[KVBlock]:
         """The piece of each other rank, from what was gathered."""
         of_rank = wire.chunk(self.num_ranks)
         for rank in self.others():
             key, value = self.kv.unpack(of_rank[rank])
-            yield Block(self.piece_of(rank, number), key, value)
+            yield KVBlock(self.piece_of(rank, number), key, value)
 
     @property
     def num_kept(self) -> int:
@@ -93,7 +94,7 @@ class Gathering:
         return replace(self.schedule, num_pieces=self.num_pieces).num_kept(wire_bytes)
 
 
-def blocks_forward(call: Gathering, own: Block, run: ForwardPass) -> list[Tensor]:
+def blocks_forward(call: Gathering, own: KVBlock, run: ForwardPass) -> list[Tensor]:
     """Returns the pieces that are kept, as they came."""
     coming = _under_way(partial(call.gather_piece, own.key, own.value), range(call.num_pieces), call.schedule.in_flight)
     run.add(own)
@@ -106,12 +107,12 @@ def blocks_forward(call: Gathering, own: Block, run: ForwardPass) -> list[Tensor
     return kept
 
 
-def blocks_backward(call: Gathering, own: Block, run: BackwardPass, kept: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def blocks_backward(call: Gathering, own: KVBlock, run: BackwardPass, kept: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Gradients of the rank's own keys and values."""
     missing = range(len(kept), call.num_pieces)
     coming = _under_way(partial(call.gather_piece, own.key, own.value), missing, call.schedule.in_flight)
 
-    def pieces() -> Iterator[tuple[int, Iterator[Block]]]:
+    def pieces() -> Iterator[tuple[int, Iterator[KVBlock]]]:
         for number, wire in enumerate(kept):
             yield number, call.arrived(wire, number)
         for number, wire in coming:
@@ -120,7 +121,7 @@ def blocks_backward(call: Gathering, own: Block, run: BackwardPass, kept: Sequen
     return _backward(call, own, run, pieces())
 
 
-def whole_forward(call: Gathering, own: Block, run: ForwardPass) -> list[Tensor]:
+def whole_forward(call: Gathering, own: KVBlock, run: ForwardPass) -> list[Tensor]:
     """Returns all keys and all values, as they came."""
     keys, values = _formats(call)
     key_wire = call.exchanges.gather(lambda: keys.pack(own.key), own.key).wait()
@@ -144,27 +145,27 @@ def whole_forward(call: Gathering, own: Block, run: ForwardPass) -> list[Tensor]
         run.add_scores(scores, value_of[rank], tile)
     held.clear()
     for rank, tile in todo:
-        run.add_tile(Block(call.sight.shards.block(rank), key_of[rank], value_of[rank]), tile)
+        run.add_tile(KVBlock(call.sight.shards.block(rank), key_of[rank], value_of[rank]), tile)
     return [key_wire, value_wire]
 
 
-def whole_backward(call: Gathering, own: Block, run: BackwardPass, kept: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def whole_backward(call: Gathering, own: KVBlock, run: BackwardPass, kept: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Gradients of the rank's own keys and values."""
     keys, values = _formats(call)
     key_wire, value_wire = kept
     key_of = _by_rank(call, keys, key_wire, own.key)
     value_of = _by_rank(call, values, value_wire, own.value)
 
-    def blocks(number: int) -> Iterator[Block]:
+    def blocks(number: int) -> Iterator[KVBlock]:
         for rank in call.others():
             of = call.piece_of(rank, number)
-            yield Block(of, call.piece(key_of[rank], number), call.piece(value_of[rank], number))
+            yield KVBlock(of, call.piece(key_of[rank], number), call.piece(value_of[rank], number))
 
     return _backward(call, own, run, ((number, blocks(number)) for number in range(call.num_pieces)))
 
 
 def _backward(
-    call: Gathering, own: Block, run: BackwardPass, pieces: Iterator[tuple[int, Iterator[Block]]]
+    call: Gathering, own: KVBlock, run: BackwardPass, pieces: Iterator[tuple[int, Iterator[KVBlock]]]
 ) -> tuple[Tensor, Tensor]:
     """Half of the own block, each piece with its gradients sent home, the other half; and what comes home."""
     first, last = split_work(call.sight.tiles(own.of, -(-call.sight.shards.shard_length // 2)))
@@ -175,8 +176,8 @@ def _backward(
         number, arrival = going.popleft()
         parts = call.kv.split_gradients(arrival.wait())
         for whole, part in zip((grad_key, grad_value), parts, strict=True):
-            lengths = [rows.stop - rows.start for rows in call._piece_rows[number]]
-            for rows, of_run in zip(call._piece_rows[number], part.split(lengths, 2), strict=True):
+            lengths = [rows.stop - rows.start for rows in call.piece_rows[number]]
+            for rows, of_run in zip(call.piece_rows[number], part.split(lengths, 2), strict=True):
                 whole[:, :, rows] += of_run
 
     for number, blocks in pieces:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_hybrid.attention.masks import Rule, Sight, documents_of, has_stray_positions
-from ds_hybrid.attention.scheduled import ScheduledAttention
+from ds_hybrid.attention.kv_gather import KVGatherAttention
+from ds_hybrid.attention.masks import MaskRule, Sight, documents_of, has_stray_positions
 from ds_hybrid.attention.shards import Shards
 from ds_hybrid.dispatch.meter import Meter
 from ds_hybrid.dispatch.spans import SILENT, Spans
@@ -33,7 +33,7 @@ _NOT_ONE_SEQUENCE = (
 )
 
 
-def switch_attention(model: nn.Module, attention: ScheduledAttention, name: str) -> SharedAttention:
+def switch_attention(model: nn.Module, attention: KVGatherAttention, name: str) -> SharedAttention:
     """Let every attention layer of ``model`` reach over the sequence-parallel group of ``attention``.
 
     Args:
@@ -68,7 +68,7 @@ def refuse_model(model: nn.Module) -> None:
     if not models:
         raise ConfigError(
             f"{_SWITCH}: {type(model).__name__} holds no Hugging Face model, whose attention could be switched. Pass "
-            'one, or set it to "off" and call ds_hybrid.attention.kv_gather in your own attention layer.'
+            'one, or set it to "off".'
         )
     problems = [problem for part in models for problem in _problems(part)]
     if problems:
@@ -110,8 +110,8 @@ def _problems(model: Any) -> Iterator[str]:
     dropout = getattr(config, "attention_dropout", None) or 0
     if dropout:
         yield (
-            f"{_SWITCH}: {called} has attention_dropout = {dropout}: the ranks of a sequence would have to draw the "
-            "same mask without holding it. Set it to 0."
+            f"{_SWITCH}: {called} has attention_dropout = {dropout}: must be 0 where keys and values are gathered. "
+            "Set it to 0."
         )
     if getattr(config, "attn_logit_softcapping", None) is not None:
         yield (
@@ -130,7 +130,7 @@ class WindowedMask:
 
     Attributes:
         is_real: [B, Ls], false at padding; None: no padding.
-        window: as in :class:`ds_hybrid.attention.masks.Rule`.
+        window: as in :class:`ds_hybrid.attention.masks.MaskRule`.
     """
 
     is_real: Tensor | None
@@ -159,7 +159,7 @@ class _Batch:
     is_real: weakref.ref[Tensor] | None
     versions: tuple[int, int]
     documents: Tensor
-    sights: dict[Rule, Sight]
+    sights: dict[MaskRule, Sight]
 
     def is_of(self, position_ids: Tensor, is_real: Tensor | None) -> bool:
         same_mask = is_real is None if self.is_real is None else self.is_real() is is_real and is_real is not None
@@ -175,10 +175,10 @@ class SharedAttention:
         spans_of: where a layer's exchanges are noted.
     """
 
-    def __init__(self, attention: ScheduledAttention) -> None:
+    def __init__(self, attention: KVGatherAttention) -> None:
         self._attention = attention
         self._batch: _Batch | None = None
-        self.spans_of: Callable[[nn.Module], Spans] = _silent
+        self.spans_of: Callable[[nn.Module], Spans] = silent
 
     @property
     def meter(self) -> Meter:
@@ -237,14 +237,14 @@ class SharedAttention:
         if isinstance(attention_mask, WindowedMask):
             sliding_window = attention_mask.window if sliding_window is None else sliding_window
             attention_mask = attention_mask.is_real
-        rule = Rule(causal=causal, window=sliding_window)
+        rule = MaskRule(causal=causal, window=sliding_window)
         sight = self._sight(rule, position_ids, attention_mask, batch=query.shape[0])
         self.meter.begin(training=module.training)
         self.meter.watched_by = self.spans_of(module)
         output = self._attention(query, key, value, sight, scale=scaling, dropout=dropout)
         return output.transpose(1, 2), None
 
-    def _sight(self, rule: Rule, position_ids: Tensor, is_real: Tensor | None, *, batch: int) -> Sight:
+    def _sight(self, rule: MaskRule, position_ids: Tensor, is_real: Tensor | None, *, batch: int) -> Sight:
         known = self._batch
         if known is None or not known.is_of(position_ids, is_real):
             known = _Batch(
@@ -280,7 +280,7 @@ class SharedAttention:
         return documents_of(positions, real)
 
 
-def _silent(_layer: nn.Module) -> Spans:
+def silent(_layer: nn.Module) -> Spans:
     return SILENT
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +11,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ds_hybrid.attention.blocks import FusedKernel, Kernel
-from ds_hybrid.attention.choose import Schedule
+from ds_hybrid.attention.choose import AttentionShape, Schedule
 from ds_hybrid.attention.exchange import Exchanges, KVFormat
 from ds_hybrid.attention.gathering import Gathering, blocks_backward, blocks_forward, whole_backward, whole_forward
 from ds_hybrid.attention.masks import Sight
-from ds_hybrid.attention.passes import BackwardPass, Block, ForwardPass, Rules
+from ds_hybrid.attention.passes import BackwardPass, ForwardPass, KVBlock, PassRules
 from ds_hybrid.attention.ring import Ring, ring_backward, ring_forward
+from ds_hybrid.attention.traffic import KVShape
 from ds_hybrid.dispatch.collectives import RankGroup
 from ds_hybrid.dispatch.modes import WireDtype
 from ds_hybrid.dispatch.spans import Spans
@@ -35,8 +36,8 @@ class KVGatherAttention:
 
     Args:
         group: the ranks that share the sequences; its meter counts what leaves.
-        schedule: which exchanges, and how many are under way; :func:`ds_hybrid.attention.choose.choose` finds one. The
-            same on all ranks.
+        schedule: which exchanges, and how many are under way; or what finds one for a layer and its dtype, as
+            :class:`ds_hybrid.attention.scheduler.Scheduler` does. The same on all ranks.
         wire_dtype: how keys and values of others travel, in forward and again in backward. Gradients travel as they
             are; ``"ring"`` rounds their sums to that dtype at every hop.
         kernel: computes the tiles.
@@ -45,14 +46,14 @@ class KVGatherAttention:
     def __init__(
         self,
         group: RankGroup,
-        schedule: Schedule,
+        schedule: Schedule | Callable[[AttentionShape, torch.dtype], Schedule],
         *,
         wire_dtype: WireDtype = "auto",
         kernel: Kernel | None = None,
     ) -> None:
         self.group = group
-        self.schedule = schedule
-        self.wire_dtype: WireDtype = wire_dtype
+        self._schedule = schedule
+        self._wire_dtype: WireDtype = wire_dtype
         self._kernel = kernel or FusedKernel()
         self._exchanges: dict[torch.device, Exchanges] = {}
 
@@ -66,7 +67,7 @@ class KVGatherAttention:
         scale: float | None = None,
         dropout: float = 0.0,
     ) -> Tensor:
-        """All ranks call it together, and their backwards too.
+        """All ranks call it together, and their backwards too. Under autocast it computes in the dtype of that.
 
         Args:
             query: [B, H, shard_length, D], the rank's shard in the order of ``sight.shards``, RoPE applied.
@@ -81,18 +82,36 @@ class KVGatherAttention:
         Raises:
             ConfigError: dropout, or shapes and dtypes that do not fit.
         """
+        query, key, value = _autocast(query, key, value)
         _check(query, key, value, sight, self.group, dropout)
         if query.device not in self._exchanges:
             self._exchanges[query.device] = Exchanges(self.group, query.device)
-        kv = KVFormat(key.shape[0], key.shape[1], (key.shape[3], value.shape[3]), key.dtype, self.wire_dtype)
+        kv = KVFormat(key.shape[0], key.shape[1], (key.shape[3], value.shape[3]), key.dtype, self._wire_dtype)
         call = _Call(
-            self.schedule,
+            self._schedule_for(query, kv, sight),
             self._exchanges[query.device],
             kv,
-            Rules(sight, self._kernel, query.shape[3] ** -0.5 if scale is None else scale),
+            PassRules(sight, self._kernel, query.shape[3] ** -0.5 if scale is None else scale),
             self.group.meter.watched_by,
         )
-        return _KVGather.apply(query, key, value, call)
+        with torch.autocast(query.device.type, enabled=False):  # products that are to be exact stay so
+            return _KVGather.apply(query, key, value, call)
+
+    def _schedule_for(self, query: Tensor, kv: KVFormat, sight: Sight) -> Schedule:
+        if isinstance(self._schedule, Schedule):
+            return self._schedule
+        shape = KVShape(
+            num_ranks=self.group.size,
+            batch_size=kv.batch_size,
+            shard_length=query.shape[2],
+            num_kv_heads=kv.num_heads,
+            head_dim=kv.dims[0],
+            value_head_dim=kv.dims[1],
+            value_bytes=kv.dtype.itemsize,
+            wire_dtype=kv.wire_dtype,
+        )
+        layer = AttentionShape(shape, query.shape[1], sight.rule.causal, sight.rule.window)
+        return self._schedule(layer, kv.dtype)
 
 
 @dataclass(frozen=True)
@@ -100,10 +119,10 @@ class _Call:
     schedule: Schedule
     exchanges: Exchanges
     kv: KVFormat
-    rules: Rules
+    rules: PassRules
     spans: Spans
 
-    def forward(self, own: Block, run: ForwardPass) -> list[Tensor]:
+    def forward(self, own: KVBlock, run: ForwardPass) -> list[Tensor]:
         """Returns what backward needs of others' keys and values."""
         if self.schedule.variant == "ring":
             ring_forward(self._ring(), own, run)
@@ -111,15 +130,15 @@ class _Call:
         forward = whole_forward if self.schedule.variant == "whole" else blocks_forward
         return forward(self._gathering(), own, run)
 
-    def backward(self, own: Block, run: BackwardPass, kept: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def backward(self, own: KVBlock, run: BackwardPass, kept: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         if self.schedule.variant == "ring":
             return ring_backward(self._ring(), own, run)
         backward = whole_backward if self.schedule.variant == "whole" else blocks_backward
         return backward(self._gathering(), own, run, kept)
 
-    def own(self, key: Tensor, value: Tensor) -> Block:
+    def own(self, key: Tensor, value: Tensor) -> KVBlock:
         sight = self.rules.sight
-        return Block(sight.shards.block(sight.rank), key, value)
+        return KVBlock(sight.shards.block(sight.rank), key, value)
 
     def _ring(self) -> Ring:
         return Ring(self.exchanges, self.rules.sight, self.kv)
@@ -148,6 +167,14 @@ class _KVGather(torch.autograd.Function):
         with ctx.call.spans.back(_SPAN):
             grad_key, grad_value = ctx.call.backward(ctx.call.own(key, value), run, kept)
         return run.grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), None
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """In the dtype in which torch's own attention would take them."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    return tuple(x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(device)) for x in tensors)
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, sight: Sight, group: RankGroup, dropout: float) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_hybrid.attention.shards import IntArray, KeyBlock, Run, Shards
+from ds_hybrid.attention.shards import IntArray, Shards, TokenBlock, TokenRun
 from ds_hybrid.errors import ConfigError
 
 TileKind = Literal["full", "causal", "masked"]
@@ -28,7 +28,7 @@ PADDING = -1
 
 
 @dataclass(frozen=True)
-class Rule:
+class MaskRule:
     """Attributes:
     causal: a query sees no later key.
     window: a query sees keys less than so many places away; None: any.
@@ -105,19 +105,19 @@ class Sight:
     Raises ``ConfigError`` where the shape does not fit, or documents fall.
     """
 
-    def __init__(self, shards: Shards, rank: int, rule: Rule, documents: Tensor | None = None) -> None:
+    def __init__(self, shards: Shards, rank: int, rule: MaskRule, documents: Tensor | None = None) -> None:
         self.shards, self.rank, self.rule = shards, rank, rule
         self._documents = _normalized(documents, shards)
         self._queries = shards.block(rank)
-        self._tiles: dict[tuple[KeyBlock, int], tuple[Tile, ...]] = {}
-        self._on_device: dict[tuple[KeyBlock, torch.device], tuple[Tensor, Tensor | None]] = {}
+        self._tiles: dict[tuple[TokenBlock, int], tuple[Tile, ...]] = {}
+        self._on_device: dict[tuple[TokenBlock, torch.device], tuple[Tensor, Tensor | None]] = {}
 
     @property
     def num_rows(self) -> int:
         """Rows of the batch that differ in what they see: 1 where all see the same."""
         return 1 if self._documents is None else len(self._documents)
 
-    def tiles(self, block: KeyBlock, largest: int | None = None) -> tuple[Tile, ...]:
+    def tiles(self, block: TokenBlock, largest: int | None = None) -> tuple[Tile, ...]:
         """What of the rank's queries against ``block`` must be computed.
 
         Args:
@@ -135,7 +135,7 @@ class Sight:
             self._tiles[key] = _joined(found, largest)
         return self._tiles[key]
 
-    def mask(self, block: KeyBlock, tile: Tile, device: torch.device) -> Tensor:
+    def mask(self, block: TokenBlock, tile: Tile, device: torch.device) -> Tensor:
         """What a masked tile sees: bool [B or 1, 1, rows, columns]."""
         query_index, query_documents = self._vectors(self._queries, device)
         key_index, key_documents = self._vectors(block, device)
@@ -150,7 +150,7 @@ class Sight:
         of_queries, of_keys = query_documents[:, tile.queries, None], key_documents[:, None, tile.keys]
         return (seen & (of_queries == of_keys) & (of_queries != PADDING))[:, None]
 
-    def _vectors(self, block: KeyBlock, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    def _vectors(self, block: TokenBlock, device: torch.device) -> tuple[Tensor, Tensor | None]:
         """The index [rows] and, where there are several, the documents [B, rows] of a block's tokens."""
         key = block, device
         if key not in self._on_device:
@@ -161,7 +161,7 @@ class Sight:
             )
         return self._on_device[key]
 
-    def _cut(self, queries: Run, keys: Run, largest: int) -> Iterator[Tile]:
+    def _cut(self, queries: TokenRun, keys: TokenRun, largest: int) -> Iterator[Tile]:
         """Classify a rectangle; cut it in halves where it is neither one thing nor the other, or too large."""
         kind = self._kind(queries, keys)
         if kind == "empty":
@@ -175,7 +175,7 @@ class Sight:
             for other in _halves(keys) if 2 * keys.length > longest else [keys]:
                 yield from self._cut(part, other, largest)
 
-    def _kind(self, queries: Run, keys: Run) -> TileKind | Literal["empty"]:
+    def _kind(self, queries: TokenRun, keys: TokenRun) -> TileKind | Literal["empty"]:
         nearest, farthest = _distances(queries, keys)
         rule = self.rule
         if rule.causal and farthest < 0:
@@ -194,7 +194,7 @@ class Sight:
             return "causal" if on_diagonal and not (rule.window is not None and farthest >= rule.window) else "masked"
         return "masked" if outside else "full"
 
-    def _same_document(self, queries: Run, keys: Run) -> Literal["all", "some", "none"]:
+    def _same_document(self, queries: TokenRun, keys: TokenRun) -> Literal["all", "some", "none"]:
         """Whether the tokens of two runs are of one document, in all rows of the batch."""
         if self._documents is None:
             return "all"
@@ -247,16 +247,16 @@ def _range(documents: IntArray) -> tuple[IntArray, IntArray]:
     return first, last
 
 
-def _distances(queries: Run, keys: Run) -> tuple[int, int]:
+def _distances(queries: TokenRun, keys: TokenRun) -> tuple[int, int]:
     """The least and the largest index of a query less that of a key."""
     return queries.index - (keys.index + keys.length - 1), queries.index + queries.length - 1 - keys.index
 
 
-def _halves(run: Run) -> list[Run]:
+def _halves(run: TokenRun) -> list[TokenRun]:
     half = run.length // 2
     if not half:
         return [run]
-    return [replace(run, length=half), Run(run.row + half, run.index + half, run.length - half)]
+    return [replace(run, length=half), TokenRun(run.row + half, run.index + half, run.length - half)]
 
 
 def _joined(tiles: Sequence[Tile], largest: int) -> tuple[Tile, ...]:
@@ -284,7 +284,7 @@ def _join_along(tiles: Sequence[Tile], along: str, across: str, largest: int) ->
     return joined
 
 
-def _rows(run: Run) -> slice:
+def _rows(run: TokenRun) -> slice:
     return slice(run.row, run.row + run.length)
 
 

@@ -9,30 +9,30 @@ from torch import Tensor
 
 from ds_hybrid.attention.blocks import Kernel, Mask, Merged, Part, Whole, sum_dtype
 from ds_hybrid.attention.masks import Sight, Tile
-from ds_hybrid.attention.shards import KeyBlock
+from ds_hybrid.attention.shards import TokenBlock
 
 
 @dataclass(frozen=True)
-class Block:
+class KVBlock:
     """Keys and values [B, KV, R, D] of some tokens of one rank."""
 
-    of: KeyBlock
+    of: TokenBlock
     key: Tensor
     value: Tensor
 
 
 @dataclass(frozen=True)
-class Rules:
+class PassRules:
     """How scores become an output: the same in both passes of a call."""
 
     sight: Sight
     kernel: Kernel
     scale: float
 
-    def mask(self, block: KeyBlock, tile: Tile, device: torch.device) -> Mask:
+    def mask(self, block: TokenBlock, tile: Tile, device: torch.device) -> Mask:
         return self.sight.mask(block, tile, device) if tile.kind == "masked" else tile.kind
 
-    def part(self, query: Tensor, block: Block, tile: Tile) -> Part:
+    def part(self, query: Tensor, block: KVBlock, tile: Tile) -> Part:
         """The tile of all of the rank's queries against a block."""
         keys = tile.keys
         mask = self.mask(block.of, tile, query.device)
@@ -42,20 +42,20 @@ class Rules:
 class ForwardPass:
     """Adds up what the queries get from each block."""
 
-    def __init__(self, rules: Rules, query: Tensor, value_dim: int) -> None:
+    def __init__(self, rules: PassRules, query: Tensor, value_dim: int) -> None:
         self._rules = rules
         self._query = query
         self.merged = Merged.empty(query, value_dim)
 
-    def add(self, block: Block) -> None:
+    def add(self, block: KVBlock) -> None:
         for tile in self._rules.sight.tiles(block.of):
             self.add_tile(block, tile)
 
-    def add_tile(self, block: Block, tile: Tile) -> None:
+    def add_tile(self, block: KVBlock, tile: Tile) -> None:
         output, lse = self._rules.kernel.forward(self._rules.part(self._query, block, tile))
         self.merged.add(tile.queries, output, lse)
 
-    def scores(self, of: KeyBlock, key: Tensor, tile: Tile) -> Tensor:
+    def scores(self, of: TokenBlock, key: Tensor, tile: Tile) -> Tensor:
         """The scores of a tile whose values have not come; :meth:`add_scores` does the rest."""
         query = self._query[:, :, tile.queries]
         mask = self._rules.mask(of, tile, self._query.device)
@@ -73,12 +73,12 @@ class BackwardPass:
         output, lse: of the whole, lse with +inf where nothing was seen.
     """
 
-    def __init__(self, rules: Rules, query: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor) -> None:
+    def __init__(self, rules: PassRules, query: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor) -> None:
         self._rules = rules
         self._query, self._output, self._lse, self._grad_output = query, output, lse, grad_output
         self.grad_query = torch.zeros_like(query, dtype=sum_dtype(query.dtype))
 
-    def gradients(self, block: Block, tiles: tuple[Tile, ...] | None = None) -> tuple[Tensor, Tensor]:
+    def gradients(self, block: KVBlock, tiles: tuple[Tile, ...] | None = None) -> tuple[Tensor, Tensor]:
         """Of a block's keys and values, from these queries, in the dtype of sums.
 
         Args:

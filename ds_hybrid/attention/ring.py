@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ds_hybrid.attention.exchange import Arrival, Exchanges, KVFormat
 from ds_hybrid.attention.masks import Sight, split_work
-from ds_hybrid.attention.passes import BackwardPass, Block, ForwardPass
+from ds_hybrid.attention.passes import BackwardPass, ForwardPass, KVBlock
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Ring:
     def num_ranks(self) -> int:
         return self.sight.shards.num_ranks
 
-    def depart(self, own: Block) -> Arrival:
+    def depart(self, own: KVBlock) -> Arrival:
         """The own shard, to the next rank."""
         return self.exchanges.shift(lambda: self.kv.pack(own.key, own.value), own.key, own.value)
 
@@ -44,13 +44,13 @@ class Ring:
         """Sums of gradients, to the next rank, in the dtype of the values."""
         return self.exchanges.shift(lambda: rows.to(self.kv.dtype), rows)
 
-    def arrived(self, wire: Tensor, step: int) -> Block:
+    def arrived(self, wire: Tensor, step: int) -> KVBlock:
         """The shard that came with the ``step``-th hop: of the rank so many places before."""
         key, value = self.kv.unpack(wire)
-        return Block(self.sight.shards.block((self.sight.rank - step) % self.num_ranks), key, value)
+        return KVBlock(self.sight.shards.block((self.sight.rank - step) % self.num_ranks), key, value)
 
 
-def ring_forward(call: Ring, own: Block, run: ForwardPass) -> None:
+def ring_forward(call: Ring, own: KVBlock, run: ForwardPass) -> None:
     """All shards, the own one first."""
     if call.num_ranks == 1:
         run.add(own)
@@ -64,7 +64,7 @@ def ring_forward(call: Ring, own: Block, run: ForwardPass) -> None:
         run.add(call.arrived(wire, step))
 
 
-def ring_backward(call: Ring, own: Block, run: BackwardPass) -> tuple[Tensor, Tensor]:
+def ring_backward(call: Ring, own: KVBlock, run: BackwardPass) -> tuple[Tensor, Tensor]:
     """Gradients of the rank's own keys and values."""
     if call.num_ranks == 1:
         return run.gradients(own)

@@ -7,7 +7,6 @@ j-th of n chunks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -23,7 +22,7 @@ IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Run:
+class TokenRun:
     """Tokens that follow one another in the sequence and in memory.
 
     Attributes:
@@ -38,11 +37,11 @@ class Run:
 
 
 @dataclass(frozen=True)
-class KeyBlock:
+class TokenBlock:
     """Keys and values of one rank that come together: ``runs`` says which tokens lie at which rows of the block."""
 
     rank: int
-    runs: tuple[Run, ...]
+    runs: tuple[TokenRun, ...]
 
     @cached_property
     def num_rows(self) -> int:
@@ -92,12 +91,12 @@ class Shards:
         """The chunks of a rank, in the order in which it holds them."""
         return (rank, self.num_chunks - 1 - rank) if self.order == "balanced" else (rank,)
 
-    def block(self, rank: int) -> KeyBlock:
+    def block(self, rank: int) -> TokenBlock:
         """The whole shard of a rank."""
         (block,) = self.pieces(rank, 1)
         return block
 
-    def pieces(self, rank: int, num_pieces: int) -> tuple[KeyBlock, ...]:
+    def pieces(self, rank: int, num_pieces: int) -> tuple[TokenBlock, ...]:
         """The shard of a rank cut into pieces, each with a part of every chunk, so that each piece is as much work on
         one rank as on another. Their rows, one piece after the other, are ``piece_rows``.
 
@@ -105,10 +104,10 @@ class Shards:
         """
         bounds = self._bounds(num_pieces)
         return tuple(
-            KeyBlock(
+            TokenBlock(
                 rank,
                 tuple(
-                    Run(i * (end - begin), chunk * self.chunk_length + begin, end - begin)
+                    TokenRun(i * (end - begin), chunk * self.chunk_length + begin, end - begin)
                     for i, chunk in enumerate(self.chunks(rank))
                 ),
             )
@@ -141,14 +140,3 @@ class Shards:
         """All shards, rank 0's first, as the sequence: [B, padded_length, ...] likewise, padding included."""
         assert values.shape[1] == self.padded_length, (values.shape, self)
         return values[:, np.argsort(np.concatenate([self.index(rank) for rank in range(self.num_ranks)]))]
-
-
-def num_pairs(shards: Shards, rank: int) -> int:
-    """(query, key) pairs that a causal mask leaves to a rank, padding included."""
-    return int((shards.index(rank) + 1).sum())
-
-
-def imbalance(shards: Shards) -> float:
-    """The busiest rank's causal pairs over the mean."""
-    pairs: Sequence[int] = [num_pairs(shards, rank) for rank in range(shards.num_ranks)]
-    return max(pairs) * len(pairs) / sum(pairs)

@@ -1,4 +1,4 @@
-"""The exchanges of an expert-parallel group, counted. Those of rows are under way when they return."""
+"""The exchanges of a group of ranks, counted. Those of rows are under way when they return."""
 
 from __future__ import annotations
 

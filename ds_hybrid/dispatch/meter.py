@@ -86,7 +86,7 @@ class Meter:
 
     @property
     def _is_training(self) -> bool:
-        return self._forwards_are_training or is_recomputing()
+        return self._forwards_are_training or is_in_backward()
 
     @property
     def _account(self) -> _Account:

@@ -29,7 +29,11 @@ class EncodedRowsExchange(RowsExchange):
     """
 
     def __init__(
-        self, group: RankGroup, send_counts: Sequence[int], receive_counts: Sequence[int], wire_dtype: WireDtype
+        self,
+        group: RankGroup,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+        wire_dtype: WireDtype = "auto",
     ) -> None:
         super().__init__(group, send_counts, receive_counts)
         self._wire_dtype = wire_dtype
@@ -43,24 +47,8 @@ class EncodedRowsExchange(RowsExchange):
         return (decode(arrived, self._hidden_size, self._dtype, self._wire_dtype),)
 
 
-class WeightedRowsExchange(Exchange):
-    """An all-to-all of rows [sum(send_counts), H] with their weights [sum(send_counts), K] in one message.
-
-    Args:
-        wire_dtype: how values travel in forward; ``"auto"`` as they are.
-    """
-
-    def __init__(
-        self,
-        group: RankGroup,
-        send_counts: Sequence[int],
-        receive_counts: Sequence[int],
-        wire_dtype: WireDtype = "auto",
-    ) -> None:
-        self._group = group
-        self._send_counts = send_counts
-        self._receive_counts = receive_counts
-        self._wire_dtype = wire_dtype
+class WeightedRowsExchange(EncodedRowsExchange):
+    """The same for rows [sum(send_counts), H] with their weights [sum(send_counts), K] in one message."""
 
     def send(self, *values: Tensor) -> Transfer:
         rows, weights = values

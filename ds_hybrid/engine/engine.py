@@ -32,7 +32,6 @@ from deepspeed.runtime.tensor_parallel.init_utils import merge_tp_model_init_int
 from deepspeed.utils import groups, log_dist
 from torch import Tensor, nn
 
-from ds_hybrid.attention.hugging_face import SharedAttention
 from ds_hybrid.config import HybridConfig, check, find_warnings, name_of, read_document
 from ds_hybrid.engine.adapters import base_model, refuse_adapted_experts
 from ds_hybrid.engine.agreement import compare_ranks, raise_alike
@@ -131,8 +130,7 @@ class MoEEngine(DeepSpeedEngine):
         config = self.hybrid_config.rebalance
         if not config.enabled or not layers:
             return None
-        all_groups = {size: self._expert_groups[f"ep_size_{size}"] for size in self._expert_grids}
-        costs = CostMeter(layers, self._expert_grids, all_groups, self.cluster, self._cut_by_nodes)
+        costs = CostMeter(layers, self._expert_grids, self._groups_of_size(), self.cluster, self._cut_by_nodes)
         return Rebalancer(layers, config, costs, self._move_experts)
 
     def _make_observer(self, layers: Sequence[MoELayer]) -> Watcher:
@@ -146,17 +144,18 @@ class MoEEngine(DeepSpeedEngine):
                 self.module,
                 layers,
                 self.cluster,
-                {size: self._expert_groups[f"ep_size_{size}"] for size in self._expert_grids},
+                self._groups_of_size(),
                 self._expert_grids,
                 tp_size=self.autotp_size() or 1,
                 no_nvlink=no_nvlink,
             )
 
-        attention = self._shared_attention()
+        attention = None if self.sequence_parallel is None else self.sequence_parallel.shared
         return Observer(config, layers, self.module, self.monitor, self.cluster, describe, self.get_lr, attention)
 
-    def _shared_attention(self) -> SharedAttention | None:
-        return None if self.sequence_parallel is None else self.sequence_parallel.shared
+    def _groups_of_size(self) -> dict[int, list[list[int]]]:
+        """All expert-parallel groups by the number of their ranks."""
+        return {size: self._expert_groups[f"ep_size_{size}"] for size in self._expert_grids}
 
     def _configure_expert_parallel(self, model: nn.Module, collect_sources: bool | None = None) -> Any:
         converts = self.expert_parallel_is_on()
@@ -327,36 +326,10 @@ class MoEEngine(DeepSpeedEngine):
             CheckpointError: on every rank and before anything changes, when the placement is missing or is not that of
                 the files; or the experts were on other ranks, and their optimizer's part is to be loaded.
         """
-        path, client_state = self._load_and_place(
-            load_dir,
-            tag,
-            load_module_strict,
-            load_optimizer_states,
-            load_lr_scheduler_states,
-            load_module_only,
-            custom_load_fn,
-        )
-        if path is not None:
-            self._observer.resumed(self.global_steps, str(path))
-        return path, client_state
-
-    def _load_and_place(
-        self,
-        load_dir: str,
-        tag: str | None,
-        load_module_strict: bool,
-        load_optimizer_states: bool,
-        load_lr_scheduler_states: bool,
-        load_module_only: bool,
-        custom_load_fn: Any,
-    ) -> tuple[str | None, dict[str, Any] | None]:
         universal = self.load_universal_checkpoint()
         saved = read_saved(load_dir, tag, latest=LATEST_UNIVERSAL if universal else "latest")
-        plan = (
-            None
-            if saved is None
-            else self._plan_load(saved, with_optimizer=load_optimizer_states and not load_module_only)
-        )
+        with_optimizer = load_optimizer_states and not load_module_only
+        plan = None if saved is None else self._plan_load(saved, with_optimizer=with_optimizer)
         layers = self.moe_layers_by_name()
         with contextlib.ExitStack() as undo:
             undo.callback(_place_all, layers, {name: layer.placement for name, layer in layers.items()})
@@ -376,19 +349,26 @@ class MoEEngine(DeepSpeedEngine):
                 undo.pop_all()
         if client_state is not None:
             client_state.pop(CARRIED_KEY, None)
-        if path is None or saved is None or plan is None:
+        if path is None:
             return path, client_state
-        if universal:
+        if saved is not None and plan is not None:
+            self._load_the_rest(saved, plan, local, module_only=load_module_only)
+        self._observer.resumed(self.global_steps, str(path))
+        return path, client_state
+
+    def _load_the_rest(self, saved: SavedCheckpoint, plan: LoadPlan, local: LocalNames, *, module_only: bool) -> None:
+        """What DeepSpeed has not loaded: states parted anew, and what chooses dispatchers and moves."""
+        if saved.is_universal:
             load_untrained(self.module, Path(saved.folder), local)
         if plan.parts_optimizer_anew:
             load_unparted_optimizer(self.optimizer, self.param_names, local, saved, plan.saved_placements)
-        if saved.record is not None:
-            self._auto_dispatch.restore(saved.record.dispatch)
-            if self._rebalancer is not None:
-                # The state counts in steps of the run that saved it, which alone weights do not go on with.
-                state = {} if load_module_only else saved.record.rebalance
-                self._rebalancer.restore(state, step=self.global_steps)
-        return path, client_state
+        if saved.record is None:
+            return
+        self._auto_dispatch.restore(saved.record.dispatch)
+        if self._rebalancer is not None:
+            # The state counts in steps of the run that saved it, which alone weights do not go on with.
+            state = {} if module_only else saved.record.rebalance
+            self._rebalancer.restore(state, step=self.global_steps)
 
     def _plan_load(self, saved: SavedCheckpoint, *, with_optimizer: bool) -> LoadPlan:
         return plan_load(

@@ -221,7 +221,7 @@ class Observer(Watcher):
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._spans.watch(is_wanted=False)
+        self._spans.close()
         self._files.target = self._monitors.target = None
         if self._opened is not None:
             self._opened.records.close()

@@ -14,7 +14,8 @@ from ds_hybrid.attention.hugging_face import (
     refuse_model,
     switch_attention,
 )
-from ds_hybrid.attention.scheduled import ScheduledAttention
+from ds_hybrid.attention.kv_gather import KVGatherAttention
+from ds_hybrid.attention.scheduler import Scheduler
 from ds_hybrid.config import AttentionConfig, HybridConfig, gathers_kv
 from ds_hybrid.dispatch.collectives import RankGroup
 from ds_hybrid.dispatch.meter import Meter
@@ -45,7 +46,7 @@ class SequenceParallel:
         shared: what the model's layers call.
     """
 
-    def __init__(self, groups: SequenceGroups, attention: ScheduledAttention, shared: SharedAttention) -> None:
+    def __init__(self, groups: SequenceGroups, attention: KVGatherAttention, shared: SharedAttention) -> None:
         self.groups = groups
         self.attention = attention
         self.shared = shared
@@ -147,14 +148,11 @@ def share_sequences(
     return SequenceParallel(groups, attention, shared)
 
 
-def _attention_of(groups: SequenceGroups, config: AttentionConfig) -> ScheduledAttention:
+def _attention_of(groups: SequenceGroups, config: AttentionConfig) -> KVGatherAttention:
     assert config.kv_gather != "off"
-    return ScheduledAttention(
-        RankGroup(groups.group, Meter("kv_gather")),
-        config.kv_gather,
-        wire_dtype=config.wire_dtype,
-        memory_bytes=config.memory_bytes,
-    )
+    ranks = RankGroup(groups.group, Meter("kv_gather"))
+    scheduler = Scheduler(ranks, config.kv_gather, memory_bytes=config.memory_bytes)
+    return KVGatherAttention(ranks, scheduler, wire_dtype=config.wire_dtype)
 
 
 def _refuse_other_makers(mpu: Any, mesh_param: Any) -> None:

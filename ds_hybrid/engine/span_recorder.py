@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from ds_hybrid.attention.hugging_face import SharedAttention
+from ds_hybrid.attention.hugging_face import SharedAttention, silent
 from ds_hybrid.dispatch.spans import SILENT, LayerSpans, SpanLog, Spans
 from ds_hybrid.dispatch.stopwatch import Instant, instant, seconds_between
 from ds_hybrid.moe.kinds import MoELayer
@@ -32,6 +32,7 @@ class SpanRecorder:
         self._attention_layers: list[nn.Module] = []
         self._log: SpanLog | None = None
         self._forward_began: Instant = None
+        self._attention = attention
         if attention is not None:
             attention.spans_of = self._spans_of_attention
 
@@ -40,6 +41,12 @@ class SpanRecorder:
         self._log = SpanLog() if is_wanted else None
         for number, layer in enumerate(self._layers):
             layer.meter.watched_by = SILENT if self._log is None else LayerSpans(self._log, number)
+
+    def close(self) -> None:
+        """Note nothing any more, and let go of what was watched."""
+        self.watch(is_wanted=False)
+        if self._attention is not None:
+            self._attention.spans_of = silent
 
     def _spans_of_attention(self, layer: nn.Module) -> Spans:
         """Attention layers are numbered after the MoE layers, as they first run: in one order on all ranks."""

@@ -15,7 +15,7 @@ import re
 import shutil
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,7 @@ from ds_hybrid.engine.partitions import paddings_of_groups, runs_of_partition
 from ds_hybrid.engine.staging import name_latest, read_latest
 from ds_hybrid.errors import CheckpointError
 from ds_hybrid.placement import ExpertPlacement
+from ds_hybrid.topology.layout import consecutive_groups
 
 _OF_RANK = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 _EXPERT_FILE = re.compile(r"layer_\d+_expert_(\d+)_mp_rank_00_model_states\.pt")
@@ -102,12 +103,8 @@ def _write(saved: SavedCheckpoint, source: Path, target: Path) -> None:
         layers = _expert_layers(saved, placements, world_size=len(shards))
         _write_states(_Partitions(source, shards, layers), target / "zero")
         shutil.copy2(source / "mp_rank_00_model_states.pt", target)
-    record = Record(
-        saved.record.expert_groups if saved.record else {},
-        saved.record.dispatch if saved.record else {},
-        {name: [list(range(placement.num_experts))] for name, placement in placements.items()},
-        saved.record.rebalance if saved.record else {},
-    )
+    in_order = {name: [list(range(placement.num_experts))] for name, placement in placements.items()}
+    record = replace(saved.record or Record({}, {}, {}), placements=in_order)
     (target / RECORD_NAME).write_text(json.dumps(asdict(record), indent=1) + "\n")
 
 
@@ -140,7 +137,7 @@ def _expert_layers(
     layers = {}
     for name, placement in placements.items():
         ep_size = placement.num_ranks
-        groups: Any = [list(range(first, first + ep_size)) for first in range(0, world_size, ep_size)]
+        groups: Sequence[Sequence[int]] = consecutive_groups(world_size, ep_size)
         if saved.record is not None:
             groups = saved.record.expert_groups[f"ep_size_{ep_size}"]
         layers[name] = ExpertLayer(name, placement, stacked=name in saved.described, groups=groups)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ds_hybrid.attention.choose import Attention, choose, forecast, held_bytes
+from ds_hybrid.attention.choose import AttentionShape, choose, forecast, held_bytes
 from ds_hybrid.attention.traffic import KVShape, backward_bytes, forward_bytes
 from ds_hybrid.dispatch.predict import GroupSpeed
 from ds_hybrid.plan.candidate import Candidate, Workload
@@ -49,7 +49,7 @@ def gathers(model: ModelShape, work: Workload, candidate: Candidate, machine: Ma
         model.attention.value_dim,
         work.value_bytes,
     )
-    attention = Attention(kv, model.attention.num_heads, causal=True)
+    attention = AttentionShape(kv, model.attention.num_heads, causal=True)
     schedule, _ = choose("auto", attention, speed=speed, matmul_flops=machine.matmul_flops)
     forward, backward = forecast(schedule, attention, speed, machine.matmul_flops)
     num_forwards = 2 if candidate.checkpoints else 1

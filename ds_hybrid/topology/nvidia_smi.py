@@ -19,7 +19,6 @@ from ds_hybrid.topology.links import PCIE_KINDS, SELF
 _ESCAPE_CODE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _CELL = re.compile(rf"\s*({SELF}|NV[1-9][0-9]*|{'|'.join(PCIE_KINDS)})", re.ASCII)
 _GPU = re.compile(r"\s*GPU[0-9]")
-_NIC_LEGEND = re.compile(r"\s*(\S+):\s+(\S+)\s*")
 _AFFINITIES = ("CPU Affinity", "NUMA Affinity", "GPU NUMA ID")
 _SAVE_IT = "Save it with: nvidia-smi topo -m > FILE."
 
@@ -32,19 +31,13 @@ class LinkTable:
         gpus: names of the GPUs, [G], such as GPU0.
         nics: names of the network cards, [C], such as NIC0 or mlx5_0.
         cells: [G + C, G + C]. The link between two of (*gpus, *nics): NV12, PIX, PXB, PHB, NODE, SYS, X for itself.
-        cpu_affinity: the CPUs next to each GPU, [G], as text such as "0-23,48-71"; may be blank.
         numa_affinity: the NUMA nodes next to each GPU, [G], as text; None where the driver does not tell.
-        gpu_numa_id: the NUMA node that each GPU's own memory is, [G], as text; None where the driver does not tell.
-        nic_names: pairs (name in ``nics``, device name), from the legend; None where there is no legend.
     """
 
     gpus: tuple[str, ...]
     nics: tuple[str, ...]
     cells: tuple[tuple[str, ...], ...]
-    cpu_affinity: tuple[str, ...]
     numa_affinity: tuple[str, ...] | None
-    gpu_numa_id: tuple[str, ...] | None
-    nic_names: tuple[tuple[str, str], ...] | None
 
     def links_of(self, gpu: int) -> tuple[str, ...]:
         """The link from a GPU, by its index, to each GPU: [G]."""
@@ -85,16 +78,7 @@ def parse_topo(text: str, *, name: str = "nvidia-smi topo") -> LinkTable:
             raise row.error(f'"{rest.strip()}" follows the cells, and {row.label} has no affinity. {_SAVE_IT}')
     _check_symmetry(rows, cells)
     columns = dict(zip(affinities, zip(*affinity_rows, strict=True), strict=True))
-    nics = tuple(names[len(gpus) :])
-    return LinkTable(
-        gpus=gpus,
-        nics=nics,
-        cells=tuple(cells),
-        cpu_affinity=columns["CPU Affinity"],
-        numa_affinity=columns.get("NUMA Affinity"),
-        gpu_numa_id=columns.get("GPU NUMA ID"),
-        nic_names=_nic_names(lines[start + 1 + len(rows) :], nics),
-    )
+    return LinkTable(gpus, tuple(names[len(gpus) :]), tuple(cells), columns.get("NUMA Affinity"))
 
 
 @dataclass(frozen=True)
@@ -177,14 +161,3 @@ def _check_symmetry(rows: Sequence[_Line], cells: Sequence[tuple[str, ...]]) -> 
                     f"column {rows[other].label} is {cells[place][other]}, but line {rows[other].number} says "
                     f"{cells[other][place]}. Run nvidia-smi again."
                 )
-
-
-def _nic_names(lines: Sequence[_Line], nics: tuple[str, ...]) -> tuple[tuple[str, str], ...] | None:
-    title = next((index for index, line in enumerate(lines) if line.text.strip() == "NIC Legend:"), None)
-    if title is None:
-        return None
-    matches = [_NIC_LEGEND.fullmatch(line.text) for line in lines[title + 1 :]]
-    found = {match[1]: match[2] for match in matches if match}
-    if missing := [nic for nic in nics if nic not in found]:
-        raise lines[title].error(f"no line for {', '.join(missing)} follows. {_SAVE_IT}")
-    return tuple((nic, found[nic]) for nic in nics)

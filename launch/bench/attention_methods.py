@@ -19,8 +19,8 @@ from ds_hybrid.attention.blocks import FusedKernel
 from ds_hybrid.attention.choose import Schedule
 from ds_hybrid.attention.exchange import KVFormat
 from ds_hybrid.attention.kv_gather import KVGatherAttention
-from ds_hybrid.attention.masks import Rule, Sight
-from ds_hybrid.attention.passes import BackwardPass, Block, ForwardPass, Rules
+from ds_hybrid.attention.masks import MaskRule, Sight
+from ds_hybrid.attention.passes import BackwardPass, ForwardPass, KVBlock, PassRules
 from ds_hybrid.attention.shards import Order, Shards
 from ds_hybrid.dispatch.collectives import RankGroup
 from ds_hybrid.dispatch.meter import Meter
@@ -101,7 +101,7 @@ def build(name: str, case: Case, whole: Batch, group: RankGroup) -> Contender:
         if name == "ulysses":
             forward = _ulysses(case, group)
         else:
-            sight = Sight(shards, group.rank, Rule(case.causal))
+            sight = Sight(shards, group.rank, MaskRule(case.causal))
             meter = group.meter
             forward = _serial(case, group, sight) if name == "serial" else _gathered(name, case, group, sight)
     batch = Batch(*(x[index.to(x.device)].contiguous() for x in (whole.tokens, whole.upstream)))
@@ -143,7 +143,7 @@ def _gathered(name: str, case: Case, group: RankGroup, sight: Sight) -> Callable
 
 
 def _serial(case: Case, group: RankGroup, sight: Sight) -> Callable[[Tensor], Tensor]:
-    rules = Rules(sight, FusedKernel(), case.head_dim**-0.5)
+    rules = PassRules(sight, FusedKernel(), case.head_dim**-0.5)
     return lambda packed: case.joined(_Serial.apply(*case.split(packed), rules, group))
 
 
@@ -151,7 +151,7 @@ class _Serial(torch.autograd.Function):
     """Nothing is under way while anything is computed."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, rules: Rules, group: RankGroup) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, rules: PassRules, group: RankGroup) -> Tensor:
         kind = KVFormat(1, key.shape[1], (key.shape[3], value.shape[3]), key.dtype)
         wire = group.all_gather(kind.pack(key, value)).wait()
         run = ForwardPass(rules, query, value.shape[3])
@@ -172,6 +172,6 @@ class _Serial(torch.autograd.Function):
         return run.grad_query.to(query.dtype), key, value, None, None
 
 
-def _blocks(kind: KVFormat, wire: Tensor, sight: Sight) -> list[Block]:
+def _blocks(kind: KVFormat, wire: Tensor, sight: Sight) -> list[KVBlock]:
     parts = wire.chunk(sight.shards.num_ranks)
-    return [Block(sight.shards.block(rank), *kind.unpack(part)) for rank, part in enumerate(parts)]
+    return [KVBlock(sight.shards.block(rank), *kind.unpack(part)) for rank, part in enumerate(parts)]

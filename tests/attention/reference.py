@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ds_hybrid.attention.masks import PADDING, Rule, Sight
+from ds_hybrid.attention.masks import PADDING, MaskRule, Sight
 from ds_hybrid.attention.shards import Order, Shards
 
 Documents = Literal["one", "packed", "padded"]
@@ -28,8 +28,8 @@ class Case:
     value_head_dim: int = 16
 
     @property
-    def rule(self) -> Rule:
-        return Rule(self.causal, self.window)
+    def rule(self) -> MaskRule:
+        return MaskRule(self.causal, self.window)
 
     def shards(self, num_ranks: int) -> Shards:
         return Shards(self.num_tokens, num_ranks, self.order)

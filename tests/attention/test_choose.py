@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from ds_hybrid.attention.choose import Attention, Schedule, choose, forecast, held_bytes
+from ds_hybrid.attention.choose import AttentionShape, Schedule, choose, forecast, held_bytes
 from ds_hybrid.attention.traffic import KVShape, gathered_bytes
 from ds_hybrid.dispatch.predict import GroupSpeed
 
 KV = KVShape(4, 1, 4096, 8, 128, 128, 2)
-LAYER = Attention(KV, num_heads=32, causal=True)
+LAYER = AttentionShape(KV, num_heads=32, causal=True)
 FLOPS = 2e14
 
 
@@ -77,4 +77,4 @@ def test_one_rank_exchanges_nothing() -> None:
 
 @pytest.mark.parametrize(("causal", "window", "keys"), [(True, None, 8192), (False, None, 16384), (True, 1000, 1000)])
 def test_pairs_of_a_rank(causal: bool, window: int | None, keys: int) -> None:
-    assert Attention(KV, 32, causal, window).num_pairs == 4096 * keys
+    assert AttentionShape(KV, 32, causal, window).num_pairs == 4096 * keys

@@ -17,7 +17,7 @@ from ds_hybrid.attention.hugging_face import (
     switch_attention,
 )
 from ds_hybrid.attention.kv_gather import KVGatherAttention
-from ds_hybrid.attention.masks import Rule, Sight
+from ds_hybrid.attention.masks import MaskRule, Sight
 from ds_hybrid.dispatch.collectives import LoneRank
 from ds_hybrid.dispatch.meter import Meter
 from ds_hybrid.errors import ConfigError
@@ -25,7 +25,7 @@ from tests.multirank.models import make_model
 
 
 class Recorder:
-    """In the place of ScheduledAttention, on one rank: keeps what it is called with."""
+    """In the place of KVGatherAttention, on one rank: keeps what it is called with."""
 
     def __init__(self) -> None:
         self.group = CountingRank(Meter())
@@ -74,7 +74,7 @@ def test_layers_of_a_batch_learn_once_what_is_seen() -> None:
     assert weights is None
     assert recorder.group.num_gathers == 1
     assert recorder.sights[0] is recorder.sights[1] is not recorder.sights[2]
-    assert recorder.sights[2].rule == Rule(causal=True, window=3)
+    assert recorder.sights[2].rule == MaskRule(causal=True, window=3)
     assert recorder.options[0] == {"scale": 0.5, "dropout": 0.0}
     call(attention, attention_mask=mask)
     call(attention, attention_mask=mask)
@@ -182,16 +182,6 @@ def test_batches_made_for_inference() -> None:
     assert recorder.group.num_gathers == 1
 
 
-class Lone:
-    """In the place of ScheduledAttention, on one rank: computes."""
-
-    group = LoneRank(Meter())
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, sight: Sight, **options: Any) -> Tensor:
-        schedule = Schedule("blocks", num_pieces=2, in_flight=1)
-        return KVGatherAttention(self.group, schedule)(query, key, value, sight, **options)
-
-
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_window_that_only_the_mask_knows(padded: bool) -> None:
     """Qwen2-MoE tells its attention nothing of it. One layer of two slides."""
@@ -213,7 +203,8 @@ def test_a_window_that_only_the_mask_knows(padded: bool) -> None:
         model.set_attn_implementation("eager")
         expected = model(**batch).logits
         refuse_model(model)
-        switch_attention(model, Lone(), name="ds_hybrid_of_a_window")  # type: ignore[arg-type]
+        lone = KVGatherAttention(LoneRank(Meter()), Schedule("blocks", num_pieces=2, in_flight=1))
+        switch_attention(model, lone, name="ds_hybrid_of_a_window")
         found = model(**batch).logits
     assert torch.allclose(found[mask], expected[mask], atol=1e-5)
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from ds_hybrid.attention.blocks import PlainKernel
-from ds_hybrid.attention.choose import Schedule
+from ds_hybrid.attention.choose import AttentionShape, Schedule
 from ds_hybrid.attention.kv_gather import KVGatherAttention
+from ds_hybrid.attention.traffic import KVShape
 from ds_hybrid.dispatch.collectives import LoneRank
 from ds_hybrid.dispatch.meter import Meter
 from ds_hybrid.errors import ConfigError
@@ -51,6 +54,40 @@ def test_scale_is_that_of_the_call() -> None:
     tensors = make_tensors(CASE)
     scaled = attention()(2 * tensors.query, tensors.key, tensors.value, CASE.sight(1, 0), scale=CASE.head_dim**-0.5 / 2)
     torch.testing.assert_close(scaled, full_attention(CASE, tensors).output, rtol=1e-12, atol=1e-12)
+
+
+def test_a_schedule_is_asked_for_by_size_and_dtype() -> None:
+    """Of the layer as it is, keys on the wire as they travel."""
+    asked = []
+
+    def schedule(layer: AttentionShape, dtype: torch.dtype) -> Schedule:
+        asked.append((layer, dtype))
+        return SCHEDULES["blocks"]
+
+    picked = KVGatherAttention(LoneRank(Meter()), schedule, wire_dtype="fp8_e4m3")
+    for case in (CASE, replace(CASE, num_tokens=64, window=9, value_head_dim=6)):
+        tensors = make_tensors(case)
+        found = picked(tensors.query, tensors.key, tensors.value, case.sight(1, 0))
+        torch.testing.assert_close(found, full_attention(case, tensors).output, rtol=1e-12, atol=1e-12)
+        kv = KVShape(1, *tensors.key.shape[:1], case.num_tokens, 2, case.head_dim, case.value_head_dim, 8, "fp8_e4m3")
+        assert asked.pop() == (AttentionShape(kv, case.num_heads, case.causal, case.window), torch.float64)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_autocast_rounds_what_comes_in_and_nothing_else(schedule: str) -> None:
+    tensors = make_tensors(CASE).to(torch.float32)
+    inputs = [x.requires_grad_() for x in (tensors.query, tensors.key, tensors.value)]
+    rounded = [x.detach().bfloat16().requires_grad_() for x in inputs]
+    expected = attention(schedule)(*rounded, CASE.sight(1, 0))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = attention(schedule)(inputs[0], inputs[1], inputs[2].bfloat16(), CASE.sight(1, 0))
+    assert found.dtype == torch.bfloat16
+    assert found.equal(expected)
+    upstream = tensors.grad_output.bfloat16()
+    pairs = zip(
+        torch.autograd.grad(found, inputs, upstream), torch.autograd.grad(expected, rounded, upstream), strict=True
+    )
+    assert all(ours.bfloat16().equal(theirs) for ours, theirs in pairs)
 
 
 def test_what_is_refused() -> None:

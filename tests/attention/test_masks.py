@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ds_hybrid.attention.masks import MASK_ROWS, Rule, Sight, documents_of, split_work
-from ds_hybrid.attention.shards import KeyBlock, Shards
+from ds_hybrid.attention.masks import MASK_ROWS, MaskRule, Sight, documents_of, split_work
+from ds_hybrid.attention.shards import Shards, TokenBlock
 from ds_hybrid.errors import ConfigError
 from tests.attention.reference import Case, seen
 
@@ -24,7 +24,7 @@ CASES = {
 }
 
 
-def picture(sight: Sight, block: KeyBlock, largest: int | None = None) -> torch.Tensor:
+def picture(sight: Sight, block: TokenBlock, largest: int | None = None) -> torch.Tensor:
     """[B, queries, keys]: how often each pair is computed and seen."""
     total = torch.zeros(sight.num_rows, sight.shards.shard_length, block.num_rows, dtype=torch.int64)
     for tile in sight.tiles(block, largest):
@@ -65,7 +65,7 @@ def test_tiles_are_what_the_rule_says(name: str, num_ranks: int) -> None:
 def test_blocks_without_a_mask_need_none_and_hidden_ones_are_left_out() -> None:
     """Rank 1 of 4: chunks 1 and 6. The early chunk of rank 0 is full for both, its late one is in the future."""
     shards = Shards(4096, 4)
-    sight = Sight(shards, 1, Rule(causal=True))
+    sight = Sight(shards, 1, MaskRule(causal=True))
     kinds = {
         source: [(t.queries.stop - t.queries.start, t.keys.stop - t.keys.start, t.kind) for t in tiles]
         for source in range(4)
@@ -83,7 +83,7 @@ def test_causal_pairs_are_equal_on_all_ranks(num_pieces: int) -> None:
     shards = Shards(2048, 4)
     work = []
     for rank in range(4):
-        sight = Sight(shards, rank, Rule(causal=True))
+        sight = Sight(shards, rank, MaskRule(causal=True))
         work.append(
             [
                 sum(
@@ -104,7 +104,7 @@ def test_masks_are_made_for_the_border_alone() -> None:
     areas = []
     for length in (4096, 8192, 16384):
         shards = Shards(length, 4)
-        sights = [Sight(shards, rank, Rule(causal=True, window=1024)) for rank in range(4)]
+        sights = [Sight(shards, rank, MaskRule(causal=True, window=1024)) for rank in range(4)]
         tiles = [tile for sight in sights for source in range(4) for tile in sight.tiles(shards.block(source))]
         areas.append(sum(tile.num_pairs for tile in tiles if tile.kind == "masked"))
         assert sum(tile.num_pairs for tile in tiles) <= 2 * length * 1024
@@ -113,7 +113,7 @@ def test_masks_are_made_for_the_border_alone() -> None:
 
 def test_own_work_splits_in_halves() -> None:
     shards = Shards(4096, 4)
-    tiles = Sight(shards, 2, Rule(causal=True)).tiles(shards.block(2), 512)
+    tiles = Sight(shards, 2, MaskRule(causal=True)).tiles(shards.block(2), 512)
     first, last = split_work(tiles)
     assert sorted(map(str, (*first, *last))) == sorted(map(str, tiles))
     one, other = (sum(tile.num_pairs for tile in part) for part in (first, last))
@@ -152,9 +152,9 @@ def test_one_document_in_all_rows_is_no_documents() -> None:
 def test_documents_that_do_not_fit() -> None:
     shards = Shards(10, 2)
     with pytest.raises(ConfigError, match=r"shape \[2, 9\]: must be \[batch, 10\], or \[batch, 12\]"):
-        Sight(shards, 0, Rule(causal=True), torch.zeros(2, 9, dtype=torch.int64))
+        Sight(shards, 0, MaskRule(causal=True), torch.zeros(2, 9, dtype=torch.int64))
     falling = torch.tensor([[0, 0, 1, 1, 0, 0, 0, 0, 0, 0]])
     with pytest.raises(ConfigError, match="must not fall"):
-        Sight(shards, 0, Rule(causal=True), falling)
+        Sight(shards, 0, MaskRule(causal=True), falling)
     with pytest.raises(ConfigError, match="window of 0"):
-        Rule(causal=True, window=0)
+        MaskRule(causal=True, window=0)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from ds_hybrid.attention.shards import Order, Shards, imbalance
+from ds_hybrid.attention.shards import Order, Shards
 from ds_hybrid.errors import ConfigError
 
 ORDERS: tuple[Order, ...] = ("balanced", "consecutive")
@@ -35,6 +35,12 @@ def test_causal_work_is_equal_when_balanced() -> None:
     for num_ranks, consecutive in ((4, 1.75), (8, 1.875)):
         assert imbalance(Shards(4096, num_ranks)) == 1.0
         assert imbalance(Shards(4096, num_ranks, "consecutive")) == pytest.approx(consecutive, rel=1e-3)
+
+
+def imbalance(shards: Shards) -> float:
+    """The busiest rank's (query, key) pairs under a causal mask over the mean."""
+    pairs = [int((shards.index(rank) + 1).sum()) for rank in range(shards.num_ranks)]
+    return max(pairs) / float(np.mean(pairs))
 
 
 @pytest.mark.parametrize("order", ORDERS)

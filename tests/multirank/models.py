@@ -73,7 +73,7 @@ def make_model(model_type: str, *, seed: int = 0, **changes: Any) -> nn.Module:
     """A causal LM whose weights depend on the arguments alone."""
     import transformers
 
-    fields = {**CONFIGS[model_type], "use_cache": False, **changes}
+    fields = {**CONFIGS.get(model_type, _COMMON), "use_cache": False, **changes}
     if model_type == "deepseek_v2" and transformers.__version__ == "5.8.0":
         # Its group-limited router reads an attribute that nobody sets.
         fields |= {"topk_method": "greedy", "n_group": 1, "topk_group": 1}

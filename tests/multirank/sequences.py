@@ -15,7 +15,6 @@ from tests.multirank.models import VOCABULARY, make_model
 from tests.multirank.training import ADAM, Outcome, gather_parameters
 
 Kind = Literal["whole", "packed", "padded", "holes"]
-LEARNING_RATE = 0.3
 BALANCE = 0.1
 
 
@@ -37,6 +36,7 @@ class Sequences:
     checkpointing: bool | None = None  # None: off; else use_reentrant
     bf16: bool = False
     adam: bool = False
+    learning_rate: float = 0.3  # of SGD
     num_steps: int = 5
     given_length: int | None = None  # None: one of the kind
     attention: dict[str, Any] = field(default_factory=dict, hash=False)  # more of that section
@@ -51,7 +51,7 @@ class Sequences:
             "train_micro_batch_size_per_gpu": 2,
             "gradient_accumulation_steps": self.accumulation,
             "gradient_clipping": self.clip,
-            "optimizer": ADAM if self.adam else {"type": "SGD", "params": {"lr": LEARNING_RATE}},
+            "optimizer": ADAM if self.adam else {"type": "SGD", "params": {"lr": self.learning_rate}},
             "zero_optimization": {"stage": self.zero_stage},
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
@@ -141,7 +141,7 @@ def steps(
 def train_plain(run: Sequences, num_ranks: int) -> Outcome:
     """The reference: one process, the mean over the tokens of all batches of a step, whole sequences."""
     model = run.make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=run.learning_rate)
     losses, norms = [], []
     for step in range(run.num_steps):
         optimizer.zero_grad()

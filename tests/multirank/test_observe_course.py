@@ -267,12 +267,7 @@ def on_clocks_of_their_own(folder: Path, has_moe_layers: bool) -> None:
         engine.destroy()
 
 
-NO_BARRIER = pytest.mark.xfail(strict=True, reason="without MoE layers no exchange gives the ranks a common instant")
-
-
-@pytest.mark.parametrize(
-    "has_moe_layers", [pytest.param(True, id="moe"), pytest.param(False, id="plain", marks=NO_BARRIER)]
-)
+@pytest.mark.parametrize("has_moe_layers", [pytest.param(True, id="moe"), pytest.param(False, id="plain")])
 def test_ranks_are_on_one_clock(two_ranks: RankPool, tmp_path: Path, has_moe_layers: bool) -> None:
     two_ranks.run(on_clocks_of_their_own, tmp_path, has_moe_layers)
     timeline = find_timelines(tmp_path).read(2)

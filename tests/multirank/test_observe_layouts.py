@@ -229,7 +229,6 @@ def attention_bytes_of_step(run: Sequences) -> int:
     return 2 * run.accumulation * (forward_bytes(shape) + backward_bytes("ring", shape))
 
 
-@pytest.mark.xfail(strict=True, raises=AttributeError, reason="records have no field of attention yet")
 def test_records_tell_the_bytes_of_keys_and_values(four_ranks: RankPool, tmp_path: Path) -> None:
     """Of all ranks; and for each batch the position of every token, and whether it is padding, as integers."""
     four_ranks.run(observed_sequences, RING, tmp_path)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import ds_hybrid
+from ds_hybrid.attention.hugging_face import silent
 from ds_hybrid.dispatch.meter import Meter, WireBytes, is_recomputing
 from ds_hybrid.dispatch.traffic import WireShape, backward_traffic, forward_traffic
 from ds_hybrid.engine import observer
@@ -465,4 +466,5 @@ def sent_by_attention(run: Sequences) -> WireBytes:
     before = meter.total()  # links were measured
     steps(engine, run, range(run.num_steps))
     engine.destroy()
+    assert engine.sequence_parallel.shared.spans_of is silent
     return meter.total().since(before)

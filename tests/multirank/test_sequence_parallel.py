@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,31 @@ def test_sliding_window(four_ranks: RankPool, kv_gather: str, kind: Any) -> None
     )
 
 
+@pytest.mark.parametrize("checkpointing", [None, True])
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_a_window_that_only_the_mask_knows(four_ranks: RankPool, zero_stage: int, checkpointing: bool | None) -> None:
+    """Qwen2-MoE tells its attention nothing of it, and only its second layer has it."""
+    run = Sequences(
+        model_type="qwen2_moe",
+        model_changes=WINDOW_IN_THE_MASK,
+        kind="padded",
+        zero_stage=zero_stage,
+        checkpointing=checkpointing,
+    )
+    assert_equal(four_ranks, run)
+
+
+WINDOW_IN_THE_MASK: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 16,
+    "use_sliding_window": True,
+    "sliding_window": 5,
+    "layer_types": ["full_attention", "sliding_attention"],
+}
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("kv_gather", ["blocks", "ring"])
 def test_activation_checkpointing(four_ranks: RankPool, kv_gather: str, use_reentrant: bool) -> None:
@@ -153,18 +179,33 @@ def test_memory_limit(four_ranks: RankPool) -> None:
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 3])
 def test_bf16(four_ranks: RankPool, zero_stage: int) -> None:
-    """Rounding is all that differs from the plain model in fp32; routes that it turns make up most of that."""
-    run = Sequences(bf16=True, kind="packed", zero_stage=zero_stage, num_steps=1, mode="alltoall")
-    for found in four_ranks.run(errors, run):
-        assert found.loss <= 0.05
+    """Only rounding differs from the plain model in fp32: 0.07 of the changes; 0.11 if keys' gradients lack a fifth."""
+    run = Sequences(bf16=True, zero_stage=zero_stage, mode="alltoall", clip=0.5, learning_rate=2.0, **SMOOTH)
+    for loss, norm, change in four_ranks.run(rounding_errors, run):
+        assert loss <= 0.01
+        assert norm <= 0.06
+        assert change <= 0.09
 
 
 @pytest.mark.parametrize("kv_gather", ["blocks", "ring"])
 def test_fp8_on_the_wire(four_ranks: RankPool, kv_gather: str) -> None:
-    """Rounded, and only keys and values."""
-    run = Sequences(kv_gather=kv_gather, attention={"wire_dtype": "fp8_e4m3"}, kind="packed", num_steps=1)
-    for found in four_ranks.run(errors, run):
-        assert 0 < found.loss <= 0.02
+    """Rounded, and only keys and values: 0.03 of the changes; 0.09 with gradients as above."""
+    run = Sequences(kv_gather=kv_gather, attention={"wire_dtype": "fp8_e4m3"}, **SMOOTH)
+    for loss, _, change in four_ranks.run(rounding_errors, run):
+        assert 0 < loss <= 0.01
+        assert 0 < change <= 0.05
+
+
+def test_autocast(four_ranks: RankPool) -> None:
+    """Masters in fp32, products in bf16: rounded as in bf16, and parameters not at all."""
+    autocast = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    for loss, _, change in four_ranks.run(rounding_errors, Sequences(mode="alltoall", changes=autocast, **SMOOTH)):
+        assert 0 < loss <= 0.01
+        assert change <= 0.03
+
+
+SMOOTH: dict[str, Any] = {"kind": "packed", "model_changes": {"num_experts_per_tok": 8}}
+"""Every token goes to all experts: rounding turns no route, so what it does stays small."""
 
 
 def test_evaluation_gives_the_logits_of_the_plain_model(four_ranks: RankPool) -> None:
@@ -222,11 +263,11 @@ MISTAKES = {
     "an mpu": "ds_hybrid.initialize(mpu=...): with ds_hybrid.attention.kv_gather, the groups of ranks come from "
     'sequence_parallel_size. Leave it out, or set kv_gather to "off".',
     "a plain module": "ds_hybrid.attention.kv_gather: Linear holds no Hugging Face model, whose attention could be "
-    'switched. Pass one, or set it to "off" and call ds_hybrid.attention.kv_gather in your own attention layer.',
+    'switched. Pass one, or set it to "off".',
     "linear attention": "ds_hybrid.attention.kv_gather: Qwen3_5MoeForCausalLM has layers of kind linear_attention, "
     'which would mix the tokens of this rank alone. Set it to "off".',
-    "dropout": "ds_hybrid.attention.kv_gather: Qwen3MoeForCausalLM has attention_dropout = 0.1: the ranks of a "
-    "sequence would have to draw the same mask without holding it. Set it to 0.",
+    "dropout": "ds_hybrid.attention.kv_gather: Qwen3MoeForCausalLM has attention_dropout = 0.1: must be 0 where "
+    "keys and values are gathered. Set it to 0.",
     "no sequences": 'ds_hybrid.attention.kv_gather = "auto" (ds_config): nothing to gather: sequence_parallel_size is '
     '1. Set that to the number of ranks that share a sequence, or ds_hybrid.attention.kv_gather to "off".',
     "consecutive shards": NOT_ONE_SEQUENCE,
@@ -248,6 +289,24 @@ def test_mistakes_raise_one_readable_error_on_every_rank(four_ranks: RankPool, c
 def test_the_shipped_ds_config_is_accepted() -> None:
     config = load("ds_configs/sequence_parallel_zero1_bf16.json", world_size=4, num_experts=8)
     assert config.attention.kv_gather == "auto"
+
+
+def rounding_errors(run: Sequences) -> tuple[float, float, float]:
+    """Of losses; of norms, relative; and of all that training changed, relative to the norm of that."""
+    trained, plain = train(run), train_plain(run, dist.get_world_size())
+    initial = dict(run.make_model().named_parameters())
+    expected = {name: values.double() - initial[name].detach() for name, values in plain.parameters.items()}
+    errors = [trained.parameters[name].double() - plain.parameters[name] for name in expected]
+    norms = zip(trained.norms, plain.norms, strict=True) if run.clip else []
+    return (
+        largest_difference(trained.losses, plain.losses),
+        max((abs(ours / theirs - 1) for ours, theirs in norms), default=0.0),
+        float(norm_of(errors) / norm_of(expected.values())),
+    )
+
+
+def norm_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([values.norm() for values in tensors]).norm()
 
 
 def errors_on_two_nodes(run: Sequences) -> Errors:

@@ -211,7 +211,7 @@ def gather_parameters(model: nn.Module) -> dict[str, Tensor]:
         parameters[f"{name}.experts.gate_up_proj"] = torch.cat([w1, w3], 1)
         parameters[f"{name}.experts.down_proj"] = w2
         parameters[f"{name}.gate.weight"] = parameters.pop(f"{name}.router.gate.weight")
-        if layer.model_family == "qwen3_5_moe":
+        if layer.model_family in ("qwen3_moe", "qwen3_5_moe"):
             parameters = {key.replace("shared_experts", "shared_expert"): value for key, value in parameters.items()}
     return parameters
 

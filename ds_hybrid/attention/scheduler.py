@@ -1,4 +1,4 @@
-"""Attention over a group of ranks whose schedule is picked when the first tensors of a size come."""
+"""Which exchange of keys and values is quickest here: for each size once, by measured links and matrix products."""
 
 from __future__ import annotations
 
@@ -9,15 +9,10 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import log_dist
-from torch import Tensor
 
-from ds_hybrid.attention.choose import Attention, Choice, Schedule, choose
-from ds_hybrid.attention.kv_gather import KVGatherAttention
-from ds_hybrid.attention.masks import Sight
-from ds_hybrid.attention.traffic import KVShape
+from ds_hybrid.attention.choose import AttentionShape, Choice, Schedule, choose
 from ds_hybrid.dispatch.collectives import RankGroup
 from ds_hybrid.dispatch.measure import measure_link
-from ds_hybrid.dispatch.modes import WireDtype
 from ds_hybrid.dispatch.predict import GroupSpeed
 
 _MATMUL_SIDE = 512
@@ -26,78 +21,40 @@ _MATMUL_SIDE_ON_ACCELERATOR = 4096
 _NUM_REPEATS = 5
 
 
-class ScheduledAttention:
-    """:class:`KVGatherAttention` for tensors of any size. Making one is collective over the group: it is measured.
+class Scheduler:
+    """Picks schedules, the same ones on every rank. Making one is collective over the group: its links are measured.
 
     Args:
         group: the ranks that share sequences.
         choice: a variant, or ``"auto"``.
-        wire_dtype: how keys and values travel.
         memory_bytes: what the keys, values and gradients of other ranks may take in a layer; see ``choose``.
     """
 
-    def __init__(
-        self,
-        group: RankGroup,
-        choice: Choice,
-        *,
-        wire_dtype: WireDtype = "auto",
-        memory_bytes: int | None = None,
-    ) -> None:
-        self.group = group
-        self.choice: Choice = choice
-        self.wire_dtype: WireDtype = wire_dtype
-        self.memory_bytes = memory_bytes
+    def __init__(self, group: RankGroup, choice: Choice, *, memory_bytes: int | None = None) -> None:
+        self._group = group
+        self._choice: Choice = choice
+        self._memory_bytes = memory_bytes
         self._speed = _measured_link(group)
         self._matmul_flops: dict[torch.dtype, float] = {}
-        self._made: dict[Attention, KVGatherAttention] = {}
+        self._picked: dict[AttentionShape, Schedule] = {}
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sight: Sight,
-        *,
-        scale: float | None = None,
-        dropout: float = 0.0,
-    ) -> Tensor:
-        """As :class:`KVGatherAttention`, for any head sizes and lengths. All ranks call it together."""
-        shape = KVShape(
-            num_ranks=self.group.size,
-            batch_size=key.shape[0],
-            shard_length=key.shape[2],
-            num_kv_heads=key.shape[1],
-            head_dim=key.shape[3],
-            value_head_dim=value.shape[3],
-            value_bytes=key.element_size(),
-            wire_dtype=self.wire_dtype,
-        )
-        attention = self._of(Attention(shape, query.shape[1], sight.rule.causal, sight.rule.window), key.dtype)
-        return attention(query, key, value, sight, scale=scale, dropout=dropout)
-
-    @property
-    def schedules(self) -> dict[Attention, Schedule]:
-        """What was picked so far, by the sizes."""
-        return {attention: made.schedule for attention, made in self._made.items()}
-
-    def _of(self, attention: Attention, dtype: torch.dtype) -> KVGatherAttention:
-        if attention not in self._made:
-            schedule, reason = choose(
-                self.choice,
+    def __call__(self, attention: AttentionShape, dtype: torch.dtype) -> Schedule:
+        """For a layer whose tensors have this dtype. All ranks call it together."""
+        if attention not in self._picked:
+            self._picked[attention], reason = choose(
+                self._choice,
                 attention,
                 speed=self._speed,
                 matmul_flops=self._flops_in(dtype),
-                memory_bytes=self.memory_bytes,
+                memory_bytes=self._memory_bytes,
             )
             log_dist(f"ds_hybrid.attention.kv_gather: {reason}", ranks=[0], level=logging.INFO)
-            self._made[attention] = KVGatherAttention(self.group, schedule, wire_dtype=self.wire_dtype)
-        return self._made[attention]
+        return self._picked[attention]
 
     def _flops_in(self, dtype: torch.dtype) -> float:
         """Measured when the first tensors of a dtype come, on all ranks at once."""
         if dtype not in self._matmul_flops:
-            self._matmul_flops[dtype] = _measured_flops(self.group, dtype)
+            self._matmul_flops[dtype] = _measured_flops(self._group, dtype)
         return self._matmul_flops[dtype]
 
 

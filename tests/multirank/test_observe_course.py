@@ -20,12 +20,14 @@ from deepspeed.utils import logger
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_hybrid.engine import routing_counts
+from ds_hybrid.dispatch.predict import GroupSpeed
+from ds_hybrid.engine import auto_dispatch, routing_counts
 from ds_hybrid.observe.events import TimelineRecord
 from ds_hybrid.observe.run_directory import find_timelines, read_events
 from ds_hybrid.placement import ExpertPlacement
 from ds_hybrid.rebalance.trace import PARTS_FOLDER, read_trace
 from tests.multirank.test_observe_layouts import PLAIN, Plain
+from tests.multirank.test_rebalancing import EAGER
 from tests.multirank.training import Run, make_prepared
 from tests.multirank.witness import Seen, engine_of, loads_of, train, watched
 from tests.ranks import RankPool
@@ -238,6 +240,41 @@ def test_one_process_moves_saves_and_goes_back(two_ranks: RankPool, tmp_path: Pa
     expected = [loads_of(ranks, range(2 * step, 2 * step + 2)) for step in kept]
     assert read_trace(tmp_path / "run").counts.tolist() == expected
     assert find_timelines(tmp_path / "run").steps == (2, 4, 6, 8)
+
+
+def deciding(folder: Path) -> dict[str, str]:
+    """Twelve steps over links that make every exchange take a second; the dispatchers at the end."""
+    run = Run(mode="auto", ep_size=4)
+    document = run.ds_config()
+    document["ds_hybrid"]["rebalance"] = EAGER
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(auto_dispatch, "measure_link", lambda _group: GroupSpeed(latency=1.0, bandwidth=1e12))
+        engine = engine_of(make_prepared(run), document, folder)
+        train(engine, run, range(12))
+    modes = {name: layer.dispatcher.mode for name, layer in engine.moe_layers_by_name().items()}
+    engine.destroy()
+    return modes
+
+
+def test_changed_dispatchers_and_measured_gains_are_told(four_ranks: RankPool, tmp_path: Path) -> None:
+    modes = four_ranks.run(deciding, tmp_path)[0]
+    read = read_events(tmp_path)
+    begun = {layer.name: layer.mode for layer in read.runs[0].layers}
+    assert [(change.step, change.layer) for change in read.dispatchers] == [(1, name) for name in begun]
+    for change in read.dispatchers:
+        assert (change.before, change.after) == (begun[change.layer], modes[change.layer])
+        assert change.predicted_seconds[change.after] == min(change.predicted_seconds.values())
+        assert change.predicted_seconds == pytest.approx({"alltoall": 5.0, "allgather": 8.0, "two_stage": 6.0})
+    assert {layer.name: layer.mode for layer in read.steps[-1].layers} == modes
+    moves = {record.step: record for record in read.rebalances if record.action == "moved"}
+    assert moves
+    # What moved is measured at the next look.
+    moved = {(name, step) for step, record in moves.items() for name in record.placements if step < 12}
+    assert moved
+    assert {(gain.layer, gain.moved_at) for gain in read.gains} == moved
+    for gain in read.gains:
+        (decision,) = [one for one in moves[gain.moved_at].decisions if one.layer == gain.layer]
+        assert (gain.predicted, gain.step) == (decision.predicted_gain, gain.moved_at + EAGER["interval"])
 
 
 def on_clocks_of_their_own(folder: Path, has_moe_layers: bool) -> None:

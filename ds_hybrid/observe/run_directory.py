@@ -49,6 +49,10 @@ class RunEvents:
     def runs(self) -> tuple[RunRecord, ...]:
         return self._of(RunRecord)
 
+    def run_at(self, time: float) -> RunRecord:
+        """The start under which something was written at ``time``: the last one before it, else the first."""
+        return next((run for run in reversed(self.runs) if run.time <= time), self.runs[0])
+
     @property
     def resumes(self) -> tuple[ResumeRecord, ...]:
         return self._of(ResumeRecord)

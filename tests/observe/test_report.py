@@ -10,14 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ds_hybrid.observe.events import DispatcherRecord, GainRecord, Record
+from ds_hybrid.observe.events import DispatcherRecord, ExpertGroups, GainRecord, Record, ResumeRecord, RunRecord
 from ds_hybrid.observe.report.charts import drawn_ranks, heatmap_columns
-from ds_hybrid.observe.report.digest import headline, placements, rank_spread, view_of
+from ds_hybrid.observe.report.digest import headline, view_of
 from ds_hybrid.observe.report.page import page
+from ds_hybrid.observe.report.placements import Placed, histories, rank_spread
 from ds_hybrid.observe.report.view import RunView
 from ds_hybrid.observe.run_directory import RunEvents, read_events
 from tests.observe.runs import (
     AT_FIRST,
+    BEGAN,
     LAYERS,
     MOVED,
     all_events,
@@ -28,6 +30,9 @@ from tests.observe.runs import (
     timeline_record,
     write_run,
 )
+
+ON_FOUR = ((0, 1), (2, 3), (4, 5), (6, 7))
+RUN = run_record()
 
 
 def view(*records: Record, step: int | None = None) -> RunView:
@@ -100,9 +105,98 @@ def test_moves_by_a_call_are_counted_from_placements() -> None:
 
 
 def test_a_resume_places_experts_without_being_a_move() -> None:
-    since = placements(RunEvents(tuple(all_events())))
-    assert since[LAYERS[0]] == [(0, AT_FIRST), (30, MOVED)]
-    assert since[LAYERS[1]] == [(0, AT_FIRST)]
+    found = histories(all_events())
+    assert found[LAYERS[0]].changes == (Placed(0, AT_FIRST), Placed(30, MOVED))
+    assert found[LAYERS[1]].changes == (Placed(0, AT_FIRST),)
+
+
+def resume(step: int, **placements: Any) -> ResumeRecord:
+    return ResumeRecord(time=BEGAN + 100, step=step, path="c", placements=placements or dict.fromkeys(LAYERS, AT_FIRST))
+
+
+def run_on_four(**changes: Any) -> RunRecord:
+    layers = tuple(of.model_copy(update={"ep_size": 4, "expert_of_slot": ON_FOUR}) for of in run_record().layers)
+    groups = (ExpertGroups(ep_size=4, ep_groups=((0, 1, 2, 3),), edp_groups=((0,), (1,), (2,), (3,))),)
+    return run_record(time=BEGAN + 99, layers=layers, expert_groups=groups, **changes)
+
+
+def test_each_record_has_the_placement_of_its_own_layout() -> None:
+    on_four = resume(20, **dict.fromkeys(LAYERS, ON_FOUR))
+    steps = [step_record(step) for step in (10, 20, 30)]
+    shown = view(run_record(), *steps[:2], run_on_four(), on_four, steps[2])
+    (layer, _) = shown.layers
+    slots_of = dict(zip(layer.steps, (AT_FIRST, AT_FIRST, ON_FOUR), strict=True))
+    for place, (step, slots) in enumerate(slots_of.items()):
+        load = np.array(step_record(step).layers[0].load)
+        assert layer.rank_spread[place] == pytest.approx(rank_spread(load, slots))
+    assert (layer.first_slots, layer.first_step, layer.last_slots) == (ON_FOUR, 20, ON_FOUR)
+    assert (layer.group, layer.num_groups) == ((0, 1, 2, 3), 1)
+    assert "moved here" not in page(shown)
+
+
+def test_moves_after_another_layout_are_counted_from_there() -> None:
+    moved_on_four = ((0, 3), (2, 1), (4, 5), (6, 7))
+    on_four = resume(20, **dict.fromkeys(LAYERS, ON_FOUR))
+    called = rebalance_record(step=30, action="called", decisions=(), placements={LAYERS[0]: moved_on_four})
+    steps = [step_record(step) for step in (10, 20, 30, 40)]
+    shown = view(run_record(), *steps[:2], run_on_four(), on_four, steps[2], called, steps[3])
+    (row,) = shown.rebalances
+    assert (row.step, row.num_moved) == (30, 2)
+    assert row.measured_before == pytest.approx(rank_spread(step_record(30).layers[0].load, ON_FOUR))
+    assert row.measured_after == pytest.approx(rank_spread(step_record(40).layers[0].load, moved_on_four))
+    assert "moved here since step 20" in page(shown)
+
+
+def test_experts_moved_by_a_call_before_a_checkpoint_was_loaded() -> None:
+    """The start counts from the resume's step: the call moved two of the experts that it had placed."""
+    called = rebalance_record(
+        step=0, action="called", decisions=(), placements={LAYERS[0]: ((0, 3), (2, 1), (4, 5), (6, 7))}
+    )
+    records = (run_record(), step_record(10), run_on_four(), called, resume(10), step_record(20))
+    assert [row.num_moved for row in view(*records).rebalances] == [2]
+    assert histories(records)[LAYERS[0]].changes == (Placed(0, AT_FIRST),)
+
+
+def test_a_fine_tune_moves_from_its_checkpoint_on() -> None:
+    loaded = resume(1000, **{LAYERS[0]: MOVED, LAYERS[1]: AT_FIRST})
+    (layer, _) = view(run_record(), loaded, step_record(1010)).layers
+    assert (layer.first_slots, layer.first_step, layer.last_slots) == (MOVED, 1000, MOVED)
+
+
+def test_a_checkpoint_loaded_at_the_end_places_no_earlier_record() -> None:
+    best = resume(10, **{LAYERS[0]: AT_FIRST})
+    records = (run_record(), step_record(10), rebalance_record(step=10), step_record(20), best)
+    assert histories(records)[LAYERS[0]].changes == (Placed(0, AT_FIRST), Placed(10, MOVED), Placed(20, AT_FIRST))
+
+
+def test_another_model_in_the_directory() -> None:
+    """Without a step of it yet, the run before is shown; with one, nothing of the run before."""
+    other = run_record(
+        time=BEGAN + 500,
+        model="Other",
+        layers=tuple(of.model_copy(update={"num_experts": 4, "expert_of_slot": ((0, 1), (2, 3))}) for of in RUN.layers),
+    )
+    before = view(RUN, step_record(10), other)
+    assert dict(before.facts)["Model"].startswith("Qwen3MoeForCausalLM")
+    assert [layer.num_experts for layer in before.layers] == [8, 8]
+    assert any("has no step yet; the one before it is shown" in each.text for each in before.advice)
+    small = tuple(of.model_copy(update={"load": (100, 200, 300, 424)}) for of in step_record(1010).layers)
+    loaded = resume(1000, **dict.fromkeys(LAYERS, ((0, 1), (2, 3))))
+    after = view(RUN, step_record(10), other, loaded, step_record(1010, layers=small))
+    assert [(layer.steps, layer.num_experts) for layer in after.layers] == [((1010,), 4)] * 2
+    assert after.lines["loss"][0].steps == (1010,)
+    assert any("is of other layers or experts, and left out" in each.text for each in after.advice)
+
+
+def test_a_timeline_is_of_the_hosts_that_ran_it() -> None:
+    events = RunEvents(
+        (run_record(), step_record(10), run_record(time=BEGAN + 50, node_of_rank=("c",) * 4), resume(10))
+    )
+    for step, node in ((10, "node-a"), (400, "c")):  # begun + 1.5 s, begun + 60 s
+        timeline = timeline_record(step)
+        shown = view_of(events, name="run", timeline=timeline, timeline_steps=(step,))
+        assert shown.step is not None
+        assert shown.step.ranks[0].node == node
 
 
 def test_headline(whole: RunView) -> None:

@@ -243,7 +243,7 @@ def placement_grid(layer: LayerView, nodes: Sequence[str]) -> Markup:
         rank = layer.group[place] if layer.group else place
         node = nodes[rank] if rank < len(nodes) else ""
         share = float(loads[list(experts)].sum() / total * len(layer.last_slots)) if total else float("nan")
-        stayed = set(layer.first_slots[place]) if place < len(layer.first_slots) else set(experts)
+        stayed = set(layer.first_slots[place])
         chips = [
             _chip(expert, loads[expert] / mean_expert if total else 0.0, expert not in stayed) for expert in experts
         ]

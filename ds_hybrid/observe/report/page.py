@@ -10,6 +10,7 @@ from typing import Final
 from ds_hybrid.observe.report import charts
 from ds_hybrid.observe.report.digest import headline
 from ds_hybrid.observe.report.markup import Markup, element, join
+from ds_hybrid.observe.report.placements import moved_between
 from ds_hybrid.observe.report.plot import Line, legend, line_chart
 from ds_hybrid.observe.report.scales import DASH, TIMES, in_bytes, in_percent, in_seconds, significant, times
 from ds_hybrid.observe.report.view import LayerView, RankTimeline, RebalanceView, RunView, StepView
@@ -315,9 +316,10 @@ def _placement(view: RunView) -> Markup:
     text = (
         f"At the end of the run. Fill: an expert's load in the last quarter, a full box is 4{TIMES} the mean.{replicas}"
     )
-    moved = any(layer.first_slots != layer.last_slots for layer in layers)
-    key = legend([("filled", "load"), *([("came", "moved here since the start")] if moved else [])])
     changed = [layer for layer in layers if layer.first_slots != layer.last_slots]
+    first = max((layer.first_step for layer in changed), default=0)
+    came = f"moved here since {f'step {first}' if first else 'the start'}"
+    key = legend([("filled", "load"), *([("came", came)] if changed else [])])
     opened = (changed or layers)[0].name
     boxes = [
         element(
@@ -332,7 +334,7 @@ def _placement(view: RunView) -> Markup:
 
 
 def _moved_text(layer: LayerView) -> str:
-    moved = sum(len(set(last) - set(first)) for first, last in zip(layer.first_slots, layer.last_slots, strict=True))
+    moved = moved_between(layer.first_slots, layer.last_slots)
     text = f"{moved} of {layer.num_experts} experts moved" if moved else "as at the start"
     return f"{text}, busiest rank {times(layer.late_spread())}"
 

@@ -62,17 +62,21 @@ class LayerView:
 
     Attributes:
         steps: of its records, ascending.
+        num_steps: how many optimizer steps each of them covers, up to that one.
         loads: [records, E] (token, choice) pairs since the record before.
         rank_spread: per record the busiest rank's pairs over the ranks' mean, by the placement of that time.
         wire: its bytes.
         mode: its dispatcher at the end.
         marks: rebalances and changes of dispatcher.
-        first_slots, last_slots: [P, E/P] the expert in each slot, when the run began and at its end.
+        first_slots, last_slots: [P, E/P] the expert in each slot, at ``first_step`` and at the end of the run.
+        first_step: from which on the layer was on as many ranks as at the end: where the run began, unless it was
+            resumed with other sizes.
         group: the ranks of the first expert-parallel group, by place; ``num_groups`` hold the same experts.
     """
 
     name: str
     steps: tuple[int, ...]
+    num_steps: tuple[int, ...]
     loads: npt.NDArray[np.int64]
     rank_spread: tuple[float, ...]
     wire: WireView
@@ -80,6 +84,7 @@ class LayerView:
     marks: tuple[Mark, ...] = ()
     first_slots: tuple[tuple[int, ...], ...] = ()
     last_slots: tuple[tuple[int, ...], ...] = ()
+    first_step: int = 0
     group: tuple[int, ...] = ()
     num_groups: int = 1
 

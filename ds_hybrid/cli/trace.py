@@ -43,6 +43,6 @@ def run(arguments: argparse.Namespace) -> int:
         )
     timeline = timelines.read(arguments.step or timelines.steps[-1])
     out: Path = arguments.out or arguments.run_dir / "trace.json"
-    out.write_text(json.dumps(to_trace(timeline, events.run_at(timeline.time), events.steps)), encoding="utf-8")
+    out.write_text(json.dumps(to_trace(timeline, events.run_of(timeline.step), events.steps)), encoding="utf-8")
     print(out)
     return 0

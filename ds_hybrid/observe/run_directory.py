@@ -49,9 +49,17 @@ class RunEvents:
     def runs(self) -> tuple[RunRecord, ...]:
         return self._of(RunRecord)
 
-    def run_at(self, time: float) -> RunRecord:
-        """The start under which something was written at ``time``: the last one before it, else the first."""
-        return next((run for run in reversed(self.runs) if run.time <= time), self.runs[0])
+    def run_of(self, step: int) -> RunRecord:
+        """The start under which a step was made."""
+        started = found = self.runs[0]
+        for record in self.records:
+            if isinstance(record, RunRecord):
+                started = record
+            elif isinstance(record, StepRecord):
+                found = started
+                if record.step >= step:
+                    break
+        return found
 
     @property
     def resumes(self) -> tuple[ResumeRecord, ...]:

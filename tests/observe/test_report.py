@@ -189,10 +189,9 @@ def test_another_model_in_the_directory() -> None:
 
 
 def test_a_timeline_is_of_the_hosts_that_ran_it() -> None:
-    events = RunEvents(
-        (run_record(), step_record(10), run_record(time=BEGAN + 50, node_of_rank=("c",) * 4), resume(10))
-    )
-    for step, node in ((10, "node-a"), (400, "c")):  # begun + 1.5 s, begun + 60 s
+    elsewhere = run_record(time=BEGAN + 50, node_of_rank=("c",) * 4)
+    events = RunEvents((run_record(), step_record(10), elsewhere, resume(10), step_record(20)))
+    for step, node in ((10, "node-a"), (20, "c")):
         timeline = timeline_record(step)
         shown = view_of(events, name="run", timeline=timeline, timeline_steps=(step,))
         assert shown.step is not None
@@ -223,10 +222,27 @@ def test_timeline_adds_up(whole: RunView) -> None:
 def test_columns_of_the_heatmap_are_stretches_of_steps() -> None:
     (layer, _) = view(run_record(), *(step_record(step) for step in (10, 20, 50))).layers
     across, columns = heatmap_columns(layer)
-    known = np.isfinite(columns).all(axis=1)
-    assert (across.low, across.high) == (-10.0, 50.0) or (across.low, across.high) == (0.0, 50.0)
-    assert known.sum() == 3
-    assert np.nanmean(columns, axis=1)[known] == pytest.approx(1.0)
+    assert (across.low, across.high) == (0.0, 50.0)
+    assert columns[[0, 1, 4]] == pytest.approx(layer.relative_loads)  # each record fills its own ten steps
+    assert np.isnan(columns[[2, 3]]).all()
+
+
+def test_a_record_fills_the_columns_that_it_covers() -> None:
+    """Stretches of 10 steps up to 45: nine of 5 steps, as the median record is; the last record covers two of them."""
+    lengths = {5: 5, 10: 5, 15: 5, 20: 5, 25: 5, 35: 10, 45: 10}
+    records = [step_record(step, num_steps=length) for step, length in lengths.items()]
+    (layer, _) = view(run_record(), *records).layers
+    across, columns = heatmap_columns(layer)
+    assert (across.low, across.high, len(columns)) == (0.0, 45.0, 9)
+    assert columns == pytest.approx(layer.relative_loads[[0, 1, 2, 3, 4, 5, 5, 6, 6]])
+
+
+def test_columns_of_a_long_run_add_its_records_up() -> None:
+    records = [step_record(step) for step in range(10, 1930, 10)]
+    (layer, _) = view(run_record(), *records).layers
+    _, columns = heatmap_columns(layer)
+    pairs = layer.loads.reshape(96, 2, 8).sum(axis=1)
+    assert columns == pytest.approx(pairs / pairs.mean(axis=1, keepdims=True))
 
 
 @pytest.mark.parametrize(
@@ -250,7 +266,18 @@ def test_uneven_load_is_told_with_what_to_do(config: dict[str, Any], word: str) 
 def test_one_expert_alone_cannot_be_evened_out() -> None:
     hot = step_record(10).layers[0].model_copy(update={"load": (1000, 100, 100, 100, 100, 100, 100, 100)})
     (each, *_) = view(run_record(ds_config=configured()), step_record(10, layers=(hot,))).advice
-    assert "Expert 0 alone has 1.18\N{MULTIPLICATION SIGN} of a rank's fair share" in each.text
+    assert "Expert 0 has 4.71\N{MULTIPLICATION SIGN} the mean expert's tokens" in each.text  # 1000 / (1700 / 8)
+    assert "below 1.53\N{MULTIPLICATION SIGN}" in each.text  # it and the three lightest: 1300 / (1700 / 2)
+
+
+def test_a_hot_expert_among_others_can_be_relieved() -> None:
+    """The busiest rank has 1550 of 1700 / 2; with the three lightest beside the hot expert it has 1150."""
+    loads = (1000, 250, 250, 50, 50, 50, 50, 0)
+    hot = step_record(10).layers[0].model_copy(update={"load": loads})
+    (each, *_) = view(run_record(ds_config=configured()), step_record(10, layers=(hot,))).advice
+    assert "the busiest rank gets 1.82\N{MULTIPLICATION SIGN} the mean" in each.title
+    assert "rebalance.enabled = true" in each.text
+    assert "No placement goes below 1.29\N{MULTIPLICATION SIGN}" in each.text
 
 
 def test_what_else_is_told() -> None:
@@ -260,11 +287,6 @@ def test_what_else_is_told() -> None:
     assert titles(quiet, step_record(10, **(calm | {"exposed_fraction": 0.3}))) == ["Exposed communication takes 30 %"]
     assert titles(quiet, step_record(10, loss=math.nan, **calm)) == ["The loss is not a number from step 10 on"]
     assert titles(quiet) == ["No step was recorded"]
-    far = calm["layers"][0].model_copy(update={"wire_bytes": {"alltoall": 2_040_000}, "mode": "alltoall"})
-    times = "\N{MULTIPLICATION SIGN}"
-    assert titles(quiet, step_record(10, **(calm | {"layers": (far,)}))) == [
-        f"{LAYERS[1]} sends 2.40{times} the lower bound"
-    ]
     silent = calm["layers"][0].model_copy(update={"load": (0, 100, 100, 100, 100, 100, 100, 100)})
     assert titles(quiet, step_record(10, **(calm | {"layers": (silent,)}))) == [
         f"{LAYERS[1]}: 1 expert got no token lately"
@@ -287,6 +309,42 @@ def test_what_else_is_told() -> None:
     ]  # from 3 GB after a quarter to 8 GB
     assert titles(quiet, *fat) == ["Host memory keeps growing"]
     assert titles(run_record(ds_config={}, node_of_rank=("a",) * 4), step_record(10, **calm)) == ["Watch it live"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "named", "is_told"),
+    [
+        ("alltoall", "alltoall", True),
+        ("allgather", "allgather", True),
+        ("two_stage", "two_stage", True),
+        ("two_stage", "auto", True),
+        ("alltoall", "auto", False),
+        ("hierarchical", "hierarchical", False),
+        ("replicated", "replicated", False),
+    ],
+)
+def test_bytes_that_another_mode_would_save_are_told(mode: str, named: str, is_told: bool) -> None:
+    layer = step_record(40).layers[1].model_copy(update={"wire_bytes": {mode: 2_040_000}, "mode": mode})
+    run = run_record(ds_config=configured(dispatch={"mode": named}))
+    found = titles(run, step_record(10, exposed_fraction=0.0, layers=(layer,)))
+    assert found == [f"{LAYERS[1]} sends 2.40\N{MULTIPLICATION SIGN} the lower bound"] * is_told
+
+
+@pytest.mark.parametrize(
+    ("group", "named", "is_told"),
+    [
+        ((0, 1), "two_stage", False),
+        ((0, 2), "two_stage", True),
+        ((0, 2), "auto", False),
+        ((0, 2), "hierarchical", False),
+    ],
+)
+def test_hierarchical_is_for_groups_over_nodes(group: tuple[int, int], named: str, is_told: bool) -> None:
+    groups = ExpertGroups(ep_size=2, ep_groups=(group,), edp_groups=())
+    run = run_record(ds_config=configured(dispatch={"mode": named}), expert_groups=(groups,))
+    layers = step_record(40).layers[1:]
+    (waiting,) = view(run, step_record(10, exposed_fraction=0.3, layers=layers)).advice
+    assert ("dispatch.mode = hierarchical" in waiting.text) == is_told
 
 
 def test_dry_runs_and_refusals_are_rows() -> None:

@@ -12,7 +12,7 @@ from ds_hybrid.observe.report.markup import Markup, element, percent
 from ds_hybrid.observe.report.pixels import picture, scale_colours
 from ds_hybrid.observe.report.plot import frame, mark_lines, x_labels
 from ds_hybrid.observe.report.scales import TIMES, Axis, axis, in_bytes, in_percent, in_seconds, times
-from ds_hybrid.observe.report.view import KINDS, FloatArray, LayerView, RankTimeline, StepView, spread
+from ds_hybrid.observe.report.view import KINDS, FloatArray, LayerView, RankTimeline, StepView, relative, spread
 from ds_hybrid.observe.trace import COMMUNICATION
 
 _MOST_COLUMNS: Final = 96
@@ -86,19 +86,17 @@ def load_scale(highest: float) -> Markup:
 
 
 def heatmap_columns(layer: LayerView) -> tuple[Axis, FloatArray]:
-    """The axis of steps and [columns, E] relative loads of equal stretches of it."""
-    steps = np.asarray(layer.steps, dtype=np.float64)
-    apart = float(np.median(np.diff(steps))) if len(steps) > 1 else max(float(steps[-1]), 1.0)
-    low, high = float(steps[0]) - apart, float(steps[-1])
-    count = min(_MOST_COLUMNS, max(1, round((high - low) / apart)))
-    place = np.minimum(((steps - apart / 2 - low) / (high - low) * count).astype(int), count - 1)
-    columns = np.full((count, layer.num_experts), np.nan)
-    for column in np.unique(place):
-        pairs = layer.loads[place == column].sum(axis=0)
-        if pairs.any():
-            columns[column] = pairs / pairs.mean()
-    shown = axis([low, high], num_ticks=5, whole=True)
-    return shown, columns
+    """The axis of steps and [columns, E] relative loads of equal stretches of it.
+
+    A record counts for all the steps that it covers, in equal parts; a stretch without any is NaN.
+    """
+    ends, lengths = np.asarray(layer.steps, dtype=np.float64), np.asarray(layer.num_steps, dtype=np.float64)
+    low, high = float(ends[0] - lengths[0]), float(ends[-1])
+    count = min(_MOST_COLUMNS, max(1, round((high - low) / float(np.median(lengths)))))
+    edges = np.linspace(low, high, count + 1)
+    common = np.minimum(edges[1:, None], ends) - np.maximum(edges[:-1, None], ends - lengths)
+    columns = relative(np.maximum(common, 0.0) / lengths @ layer.loads)
+    return axis([low, high], num_ticks=5, whole=True), columns
 
 
 def bytes_bars(layers: Sequence[LayerView]) -> Markup:

@@ -62,7 +62,7 @@ def view_of(events: RunEvents, *, name: str, timeline: TimelineRecord | None, ti
         for facts in run.layers
         if facts.name in records
     )
-    step = None if timeline is None else _step_view(timeline, events.run_at(timeline.time), timeline_steps)
+    step = None if timeline is None else _step_view(timeline, events.run_of(timeline.step), timeline_steps)
     return RunView(
         name=name,
         facts=_facts(events),

@@ -220,7 +220,7 @@ class RunView:
     advice: tuple[Advice, ...] = ()
 
 
-def relative(loads: npt.NDArray[np.int64]) -> FloatArray:
+def relative(loads: npt.NDArray[np.int64] | FloatArray) -> FloatArray:
     """[records, E] counts over their row's mean; NaN in rows without any."""
     means = loads.mean(axis=1, keepdims=True, dtype=np.float64)
     return np.divide(loads, means, out=np.full(loads.shape, np.nan), where=means > 0)

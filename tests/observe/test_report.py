@@ -200,7 +200,7 @@ def test_a_timeline_is_of_the_hosts_that_ran_it() -> None:
 
 def test_headline(whole: RunView) -> None:
     figures = {name: (value, beside) for name, value, beside in headline(whole)}
-    assert figures["Tokens per second"] == ("2,050", "median")
+    assert figures["Tokens per second"] == ("2,050", "median, pauses left out")
     assert figures["Wire bytes"][0] == "1.12\N{MULTIPLICATION SIGN}"
     assert figures["Exposed communication"][0] == "16 %"
     assert figures["Experts moved"] == ("2", "at 1 step")

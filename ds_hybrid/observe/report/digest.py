@@ -350,7 +350,7 @@ def headline(view: RunView) -> list[tuple[str, str, str]]:
         found.append(("Loss", significant(loss[-1], 4), f"from {significant(loss[0], 4)}" if len(loss) > 1 else ""))
     speed = _known(view, "tokens_per_second")
     if speed:
-        found.append(("Tokens per second", significant(float(np.median(speed))), "median"))
+        found.append(("Tokens per second", significant(float(np.median(speed))), "median, pauses left out"))
     ratio = _known(view, "lower_bound_ratio")
     if ratio:
         found.append(("Wire bytes", times(ratio[-1]), "the lower bound"))

@@ -9,10 +9,11 @@ import numpy as np
 
 from ds_hybrid.observe.events import WAIT, Span
 from ds_hybrid.observe.report.markup import Markup, element, percent
+from ds_hybrid.observe.report.palette import kind_class
 from ds_hybrid.observe.report.pixels import picture, scale_colours
 from ds_hybrid.observe.report.plot import frame, mark_lines, x_labels
 from ds_hybrid.observe.report.scales import TIMES, Axis, axis, in_bytes, in_percent, in_seconds, times
-from ds_hybrid.observe.report.view import KINDS, FloatArray, LayerView, RankTimeline, StepView, relative, spread
+from ds_hybrid.observe.report.view import FloatArray, LayerView, RankTimeline, StepView, relative, spread
 from ds_hybrid.observe.trace import COMMUNICATION
 
 _MOST_COLUMNS: Final = 96
@@ -169,7 +170,7 @@ def timeline(step: StepView) -> Markup:
     ]
     return element(
         "div",
-        element("ol", *names, class_="lane-names", style=f"--lane: {_LANE}px"),
+        element("ol", *names, class_="lane-names", style=f"--lane-height: {_LANE}px"),
         element("div", plot, class_="scroll", tabindex="0", role="group", aria_label="Timeline, scrolls sideways"),
         class_="timeline",
     )
@@ -225,11 +226,6 @@ def _hatch() -> Markup:
             patternTransform="rotate(45)",
         ),
     )
-
-
-def kind_class(name: str) -> str:
-    """The class of a span's colour."""
-    return f"kind-{name.replace('_', '-')}" if name in KINDS else "kind-other"
 
 
 def placement_grid(layer: LayerView, nodes: Sequence[str]) -> Markup:

@@ -12,23 +12,12 @@ import numpy as np
 
 from ds_hybrid.observe.report.charts import drawn_ranks, heatmap_columns, highest_load
 from ds_hybrid.observe.report.page import LINE_CHARTS, SCALES
+from ds_hybrid.observe.report.palette import COLOURS, SPANS
 from ds_hybrid.observe.report.pixels import scale_colours
 from ds_hybrid.observe.report.scales import times
 from ds_hybrid.observe.report.view import LayerView, RebalanceView, RunView, StepView
 from ds_hybrid.observe.trace import COMMUNICATION
 
-_COLOURS: Final = {
-    "router": "#e0a100",
-    "plan": "#8c6bb1",
-    "dispatch": "#1f6fb8",
-    "experts": "#1a8a66",
-    "combine": "#4fb3e8",
-    "attention_gather": "#c46a9b",
-    "kv_gather": "#c46a9b",
-}
-_OTHER: Final = "#9aa3b0"
-_WAITING: Final = "#c62828"
-_MARKS: Final = {"rebalance": "#c2410c", "dispatcher": "#6b4fa0"}
 _MOST_LAYERS: Final = 24
 
 
@@ -77,7 +66,7 @@ def _training(figure: Any, view: RunView, names: Sequence[str]) -> None:
             values = np.asarray(line.values) * SCALES.get(name, 1.0)
             axis.plot(line.steps, values, marker="." if len(line.steps) < 3 else "", label=line.name)
         for mark in view.marks:
-            axis.axvline(mark.step, color=_MARKS[mark.kind], linestyle=":", linewidth=1)
+            axis.axvline(mark.step, color=COLOURS[mark.kind].light, linestyle=":", linewidth=1)
         axis.update_datalim([(view.lines[name][0].steps[0], value) for value in holds])
         axis.autoscale_view()
         axis.ticklabel_format(axis="y", useOffset=False)
@@ -120,14 +109,16 @@ def _timeline(figure: Any, step: StepView) -> None:
     ranks = drawn_ranks(step)
     for row, rank in enumerate(ranks):
         for span in rank.whole_model:
-            axis.broken_barh([(1e3 * span.start, 1e3 * span.seconds)], (row - 0.45, 0.1), color="#b9c0cb")
+            axis.broken_barh([(1e3 * span.start, 1e3 * span.seconds)], (row - 0.45, 0.1), color=COLOURS["whole"].light)
         for span in rank.of_layers:
             low = row + 0.05 if span.name in COMMUNICATION else row - 0.3
             bar = [(1e3 * span.start, 1e3 * span.seconds)]
-            axis.broken_barh(bar, (low, 0.3), color=_COLOURS.get(span.name, _OTHER))
+            axis.broken_barh(bar, (low, 0.3), color=_colour(span.name))
         for span in rank.waits:
             bar = [(1e3 * span.start, 1e3 * span.seconds)]
-            axis.broken_barh(bar, (row + 0.05, 0.3), facecolor="white", edgecolor=_WAITING, hatch="////", linewidth=0)
+            axis.broken_barh(
+                bar, (row + 0.05, 0.3), facecolor="white", edgecolor=COLOURS["hatch"].light, hatch="////", linewidth=0
+            )
     axis.set_yticks(range(len(ranks)), [f"rank {rank.rank}\n{rank.node}" for rank in ranks], fontsize="small")
     axis.invert_yaxis()
     axis.set_xlabel("milliseconds since the step began")
@@ -135,17 +126,21 @@ def _timeline(figure: Any, step: StepView) -> None:
     axis.legend(handles=_timeline_keys(step), fontsize="small", ncols=8, loc="lower right", bbox_to_anchor=(1, 1))
 
 
+def _colour(span: str) -> str:
+    return COLOURS[span if span in SPANS else "other"].light
+
+
 def _timeline_keys(step: StepView) -> list[Any]:
     from matplotlib.patches import Patch
 
-    keys = [Patch(color=_COLOURS.get(name, _OTHER), label=name.replace("_", " ")) for name in step.names]
-    return [*keys, Patch(facecolor="white", edgecolor=_WAITING, hatch="////", label="waiting")]
+    keys = [Patch(color=_colour(name), label=name.replace("_", " ")) for name in step.names]
+    return [*keys, Patch(facecolor="white", edgecolor=COLOURS["hatch"].light, hatch="////", label="waiting")]
 
 
 def _bytes(figure: Any, layers: Sequence[LayerView]) -> None:
     axis = figure.subplots()
     rows = range(len(layers))
-    axis.barh(rows, [layer.wire.bytes_per_token for layer in layers], color=_COLOURS["dispatch"], label="sent")
+    axis.barh(rows, [layer.wire.bytes_per_token for layer in layers], color=COLOURS["dispatch"].light, label="sent")
     bounds = [layer.wire.lower_bound / layer.wire.num_tokens for layer in layers]
     axis.scatter(bounds, rows, marker="|", s=140, color="black", label="lower bound", zorder=3)
     for row, layer in enumerate(layers):
@@ -162,9 +157,9 @@ def _rebalances(figure: Any, rows: Sequence[RebalanceView]) -> None:
     axis = figure.subplots()
     places = range(len(rows))
     before, after = [row.measured_before for row in rows], [row.measured_after for row in rows]
-    axis.hlines(places, before, after, color="#56606f")
-    axis.scatter(before, places, color=_MARKS["rebalance"], label="before", zorder=3)
-    axis.scatter(after, places, color=_COLOURS["experts"], label="after", zorder=3)
+    axis.hlines(places, before, after, color=COLOURS["soft"].light)
+    axis.scatter(before, places, color=COLOURS["rebalance"].light, label="before", zorder=3)
+    axis.scatter(after, places, color=COLOURS["experts"].light, label="after", zorder=3)
     axis.set_yticks(places, [f"step {row.step}, {row.layer}" for row in rows], fontsize="small")
     axis.invert_yaxis()
     axis.set_xlabel("busiest rank's load over the mean")

@@ -10,6 +10,7 @@ from typing import Final
 from ds_hybrid.observe.report import charts
 from ds_hybrid.observe.report.digest import headline
 from ds_hybrid.observe.report.markup import Markup, element, join
+from ds_hybrid.observe.report.palette import kind_class, stylesheet
 from ds_hybrid.observe.report.placements import moved_between
 from ds_hybrid.observe.report.plot import Line, legend, line_chart
 from ds_hybrid.observe.report.scales import DASH, TIMES, in_bytes, in_percent, in_seconds, significant, times
@@ -56,6 +57,7 @@ def page(view: RunView) -> str:
     footer = element("footer", "Written by ds_hybrid report from the run's own records. Times are as measured there.")
     resources = files("ds_hybrid.observe.report")
     style, script = (Markup((resources / name).read_text(encoding="utf-8")) for name in ("report.css", "report.js"))
+    style = join(Markup(stylesheet()), style)
     head = element(
         "head",
         element("meta", charset="utf-8"),
@@ -181,7 +183,7 @@ def _timeline(step: StepView | None) -> Markup:
         f"Step {step.step} took {in_seconds(step.seconds)}. Ranks stood still for messages in "
         f"{in_percent(step.exposed_fraction)} of it.{which}{others}"
     )
-    entries = [(charts.kind_class(name), name.replace("_", " ")) for name in step.names]
+    entries = [(kind_class(name), name.replace("_", " ")) for name in step.names]
     entries += [
         ("waiting", "waiting (exposed communication)"),
         ("whole", "forward, optimizer"),

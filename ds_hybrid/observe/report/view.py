@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Final, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from ds_hybrid.observe.events import WAIT, Span
+from ds_hybrid.observe.report.palette import SPANS
 from ds_hybrid.observe.report.plot import Line, Mark
 
 Severity = Literal["problem", "advice", "note"]
-
-KINDS: Final = ("router", "plan", "dispatch", "experts", "combine", "attention_gather", "kv_gather")
-"""Spans inside a layer, in the order in which they are told."""
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -190,7 +188,7 @@ class StepView:
     def names(self) -> tuple[str, ...]:
         """Of the spans inside layers: those that ds_hybrid knows in their order, then others."""
         found = {span.name for rank in self.ranks for span in rank.of_layers}
-        return (*(name for name in KINDS if name in found), *sorted(found - set(KINDS)))
+        return (*(name for name in SPANS if name in found), *sorted(found - set(SPANS)))
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ def test_elements(page: Page, report: Path) -> None:
     assert count("#timeline rect.waiting") == 4 * 10
     assert count("#bytes .bar-row") == 2
     assert count("#rebalances tbody tr") == 1
-    assert count("#placement .chip.came") == 2
+    assert count("#placement .chips .came") == 2
     assert count("svg[role=img]:not([aria-label])") == 0
     assert page.evaluate("[...document.querySelectorAll('#load image')].every(image => image.getBBox().width > 100)")
 

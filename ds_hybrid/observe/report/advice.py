@@ -130,7 +130,7 @@ def _about_load(layers: Sequence[LayerView], run: RunRecord) -> list[Advice]:
             "Rebalancing is on, and what it decided is below. Look more often (a smaller rebalance.interval, or "
             "rebalance.threshold), or raise the balance loss."
         )
-    return [Advice("advice", title, f"{text} No placement goes below {times(best)}{others}.")]
+    return [Advice("advice", title, f"{text} A placement could reach {times(best)} at best{others}.")]
 
 
 def _about_waiting(steps: Sequence[StepRecord], layers: Sequence[LayerView], run: RunRecord) -> list[Advice]:

@@ -21,7 +21,7 @@ from ds_hybrid.observe.events import (
     TimelineRecord,
 )
 from ds_hybrid.observe.report.advice import advice_for
-from ds_hybrid.observe.report.placements import LayerHistory, histories, rank_spread
+from ds_hybrid.observe.report.placements import LayerHistory, histories
 from ds_hybrid.observe.report.plot import Line, Mark
 from ds_hybrid.observe.report.scales import in_percent, in_seconds, significant, times
 from ds_hybrid.observe.report.view import (
@@ -68,7 +68,7 @@ def view_of(events: RunEvents, *, name: str, timeline: TimelineRecord | None, ti
         facts=_facts(events),
         lines=_lines(events.steps),
         layers=layers,
-        rebalances=_rebalances(events, places, records),
+        rebalances=_rebalances(events, places, layers),
         num_looks=sum(record.action != "called" for record in events.rebalances),
         marks=_all_marks(events),
         nodes=run.node_of_rank,
@@ -124,15 +124,16 @@ def _layer_view(
         (of.ep_groups for of in run.expert_groups if of.ep_size == len(last)),
         ((0,),) if run.world_size == 1 else (),
     )
+    loads = np.array([layer.load for _, layer in records], dtype=np.int64)
+    steps, num_steps = (
+        np.array(each, dtype=np.int64) for each in zip(*((of.step, of.num_steps) for of, _ in records), strict=True)
+    )
     return LayerView(
         name=name,
-        steps=tuple(record.step for record, _ in records),
-        num_steps=tuple(record.num_steps for record, _ in records),
-        loads=np.array([layer.load for _, layer in records], dtype=np.int64),
-        rank_spread=tuple(
-            rank_spread(layer.load, history.during(record.step - record.num_steps, record.step))
-            for record, layer in records
-        ),
+        steps=tuple(steps.tolist()),
+        num_steps=tuple(num_steps.tolist()),
+        loads=loads,
+        rank_spread=tuple(history.rank_spread(loads, steps - num_steps, steps).tolist()),
         wire=_wire([layer for _, layer in records], facts.top_k),
         mode=records[-1][1].mode,
         marks=_marks_of(name, events),
@@ -213,18 +214,20 @@ def _busiest_links(record: StepRecord) -> float | None:
 
 
 def _rebalances(
-    events: RunEvents,
-    places: Mapping[str, LayerHistory],
-    records: Mapping[str, Sequence[tuple[StepRecord, LayerStep]]],
+    events: RunEvents, places: Mapping[str, LayerHistory], layers: Sequence[LayerView]
 ) -> tuple[RebalanceView, ...]:
+    views = {layer.name: layer for layer in layers}
+    order = {layer.name: number for number, layer in enumerate(events.runs[-1].layers)}
     gains = {(gain.layer, gain.moved_at): gain.measured for gain in events.gains}
     rows = []
     for number, record in enumerate(events.rebalances):
         decided = {decision.layer: decision for decision in record.decisions}
-        for layer in sorted({*record.placements, *(one.layer for one in record.decisions if one.num_moved)}):
+        told = {*record.placements, *(one.layer for one in record.decisions if one.num_moved)}
+        for layer in sorted(told, key=order.__getitem__):
             decision = decided.get(layer)
             moved = layer in record.placements
-            before, after = _measured(record.step, records.get(layer, ()), places[layer]) if moved else (None, None)
+            measures = moved and layer in views
+            before, after = _measured(record.step, views[layer], places[layer]) if measures else (None, None)
             outcome = _OUTCOMES[record.action]
             if decision is not None and not moved and not decision.pays:
                 outcome = "does not pay"
@@ -247,9 +250,7 @@ def _rebalances(
     return tuple(rows)
 
 
-def _measured(
-    step: int, records: Sequence[tuple[StepRecord, LayerStep]], history: LayerHistory
-) -> tuple[float | None, float | None]:
+def _measured(step: int, layer: LayerView, history: LayerHistory) -> tuple[float | None, float | None]:
     """The mean spread of the records on both sides of a move that lie whole between it and its neighbours."""
     changes = history.changes
     place = next((place for place, change in enumerate(changes) if place and change.step == step), None)
@@ -257,14 +258,11 @@ def _measured(
         return None, None
     earliest = changes[place - 1].step
     latest = changes[place + 1].step if place + 1 < len(changes) else math.inf
-    before = [of.load for record, of in records if record.step - record.num_steps >= earliest and record.step <= step]
-    after = [of.load for record, of in records if record.step - record.num_steps >= step and record.step <= latest]
-    sides = (
-        (before[-_MOST_RECORDS_BESIDE_A_MOVE:], changes[place - 1].slots),
-        (after[:_MOST_RECORDS_BESIDE_A_MOVE], changes[place].slots),
-    )
-    first, second = (mean([rank_spread(load, slots) for load in side]) if side else None for side, slots in sides)
-    return first, second
+    last = np.array(layer.steps)
+    first, spreads = last - np.array(layer.num_steps), np.array(layer.rank_spread)
+    before = spreads[(first >= earliest) & (last <= step)][-_MOST_RECORDS_BESIDE_A_MOVE:]
+    after = spreads[(first >= step) & (last <= latest)][:_MOST_RECORDS_BESIDE_A_MOVE]
+    return (mean(before.tolist()) if before.size else None), (mean(after.tolist()) if after.size else None)
 
 
 def _step_view(timeline: TimelineRecord, run: RunRecord, steps: Sequence[int]) -> StepView:
@@ -364,7 +362,7 @@ def headline(view: RunView) -> list[tuple[str, str, str]]:
     if view.num_looks or moves:
         num_steps = len({row.step for row in moves})
         beside = f"at {num_steps} step{'' if num_steps == 1 else 's'}"
-        found.append(("Experts moved", str(sum(row.num_moved for row in moves)), beside))
+        found.append(("Experts moved", f"{sum(row.num_moved for row in moves):,}", beside))
     return found
 
 

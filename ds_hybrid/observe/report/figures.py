@@ -13,7 +13,7 @@ import numpy as np
 from ds_hybrid.observe.report.charts import drawn_ranks, heatmap_columns, highest_load
 from ds_hybrid.observe.report.page import LINE_CHARTS, SCALES
 from ds_hybrid.observe.report.palette import COLOURS, SPANS
-from ds_hybrid.observe.report.pixels import scale_colours
+from ds_hybrid.observe.report.pixels import place_of, scale_colours
 from ds_hybrid.observe.report.scales import times
 from ds_hybrid.observe.report.view import LayerView, RebalanceView, RunView, StepView
 from ds_hybrid.observe.trace import COMMUNICATION
@@ -84,6 +84,13 @@ def _colour_map() -> Any:
     return ListedColormap([tuple(channel / 255 for channel in colour) for colour in scale_colours()])
 
 
+def _norm(highest: float) -> Any:
+    """As :func:`ds_hybrid.observe.report.pixels.place_of` has it."""
+    from matplotlib.colors import PowerNorm
+
+    return PowerNorm(0.5, vmin=0, vmax=highest, clip=True)
+
+
 def _loads(figure: Any, layers: Sequence[LayerView]) -> None:
     highest = highest_load(layers)
     axes = figure.subplots(math.ceil(len(layers) / 3), 3, squeeze=False).ravel()
@@ -92,7 +99,7 @@ def _loads(figure: Any, layers: Sequence[LayerView]) -> None:
         across, columns = heatmap_columns(layer)
         extent = (across.low, across.high, layer.num_experts - 0.5, -0.5)
         image = axis.imshow(
-            columns.T, aspect="auto", cmap=_colour_map(), vmin=0, vmax=highest, extent=extent, interpolation="nearest"
+            columns.T, aspect="auto", cmap=_colour_map(), norm=_norm(highest), extent=extent, interpolation="nearest"
         )
         for mark in layer.marks:
             axis.axvline(mark.step, color="white", linewidth=1.2, linestyle="-" if mark.kind == "rebalance" else ":")
@@ -171,10 +178,10 @@ def _placement(figure: Any, layers: Sequence[LayerView]) -> None:
     for axis, layer in zip(axes, layers, strict=False):
         slots = np.asarray(layer.last_slots)
         loads = layer.late_loads() / max(layer.late_loads().mean(), 1e-9)
-        axis.imshow(loads[slots], aspect="auto", cmap=_colour_map(), vmin=0, vmax=highest_load(layers))
+        axis.imshow(loads[slots], aspect="auto", cmap=_colour_map(), norm=_norm(highest_load(layers)))
         if slots.size <= 128:
             for (rank, slot), expert in np.ndenumerate(slots):
-                dark = loads[expert] < highest_load(layers) / 2
+                dark = float(place_of(loads[expert], highest_load(layers))) < 0.6
                 colour = "white" if dark else "black"
                 axis.text(slot, rank, str(expert), ha="center", va="center", color=colour, fontsize="small")
         names = [str(layer.group[place] if layer.group else place) for place in range(len(slots))]

@@ -19,6 +19,7 @@ from ds_hybrid.observe.report.view import LayerView, RankTimeline, RebalanceView
 _MOST_OPEN_LAYERS: Final = 12
 _MOST_BARS: Final = 24
 _MOST_ROWS: Final = 200
+_MOST_OPEN_ROWS: Final = 24
 _SEVERITIES: Final = {"problem": ("Problem", "problem"), "advice": ("Advice", "advice-item"), "note": ("Note", "note")}
 
 LINE_CHARTS: Final[dict[str, tuple[str, Callable[[float], str], tuple[float, ...]]]] = {
@@ -189,9 +190,7 @@ def _timeline(step: StepView | None) -> Markup:
         ("whole", "forward, optimizer"),
         ("whole-backward", "backward"),
     ]
-    body = join(
-        legend(entries), charts.timeline(step), element("div", _step_table(step), class_="scroll", tabindex="0")
-    )
+    body = join(legend(entries), charts.timeline(step), _step_table(step))
     return join(element("p", text, class_="sub"), element("div", body, class_="card"))
 
 
@@ -202,7 +201,10 @@ def _step_list(steps: Sequence[int]) -> str:
 
 def _step_table(step: StepView) -> Markup:
     headings = ["rank", "node", *(name.replace("_", " ") for name in step.names), "waiting", "of the step"]
-    rows = [_step_row(rank, step) for rank in charts.drawn_ranks(step)]
+    drawn = charts.drawn_ranks(step)
+    rows = [_step_row(rank, step) for rank in drawn]
+    if len(drawn) < len(step.ranks):
+        rows.append(_mean_row(step))
     return _table(headings, rows, words=2, caption="Milliseconds inside MoE layers")
 
 
@@ -210,6 +212,13 @@ def _step_row(rank: RankTimeline, step: StepView) -> list[str]:
     spent = [f"{1e3 * rank.seconds(name):.1f}" for name in step.names]
     part = in_percent(rank.exposed / step.seconds) if step.seconds else DASH
     return [str(rank.rank), rank.node, *spent, f"{1e3 * rank.exposed:.1f}", part]
+
+
+def _mean_row(step: StepView) -> list[str]:
+    count = len(step.ranks)
+    spent = [f"{1e3 * sum(rank.seconds(name) for rank in step.ranks) / count:.1f}" for name in step.names]
+    waiting = 1e3 * sum(rank.exposed for rank in step.ranks) / count
+    return ["all", f"mean of {count}", *spent, f"{waiting:.1f}", in_percent(step.exposed_fraction)]
 
 
 def _bytes(view: RunView) -> Markup:
@@ -230,7 +239,7 @@ def _bytes(view: RunView) -> Markup:
         which = f" The {_MOST_BARS} layers of {len(sending)} with the highest ratio are shown."
     ratio = times(sent / bound) if bound else "no bound"
     text = (
-        f"{in_bytes(sent)} left a rank, forward and backward, metadata included: {ratio} what had to cross "
+        f"In all, {in_bytes(sent)} left the ranks, forward and backward, metadata included: {ratio} what had to cross "
         f"({by_mode}). By layer, bytes for each token.{which}"
     )
     key = legend([("sent", "sent"), ("bound", "lower bound")])
@@ -258,15 +267,18 @@ def _rebalances(view: RunView) -> Markup:
         "reason",
     ]
     cells = [_rebalance_row(row, highest) for row in rows]
-    table = _table(
-        headings,
-        cells,
-        words=3,
-        last_is_long=True,
-        caption="Load of the busiest rank over the mean, measured before and after; gains in time of a step",
-    )
+    caption = "Load of the busiest rank over the mean, measured before and after; gains in time of a step"
+    table = _table(headings, cells[-_MOST_OPEN_ROWS:], words=3, last_is_long=True, caption=caption)
+    earlier = cells[:-_MOST_OPEN_ROWS]
+    folded = None
+    if earlier:
+        folded = element(
+            "details",
+            element("summary", f"{len(earlier)} rows before these"),
+            _table(headings, earlier, words=3, last_is_long=True, caption=caption),
+        )
     left_out = len(view.rebalances) - len(rows)
-    more = f" The last {len(rows)} rows are shown." if left_out else ""
+    more = f" The last {len(rows)} of {len(view.rebalances)} rows are shown." if left_out else ""
     text = f"The rebalancer looked {view.num_looks} times.{more}" if view.num_looks else more.strip()
     colours = element(
         "ul",
@@ -276,8 +288,7 @@ def _rebalances(view: RunView) -> Markup:
         ),
         class_="legend",
     )
-    box = element("div", table, class_="scroll", tabindex="0", role="group", aria_label="Rebalances, scrolls sideways")
-    return join(element("p", text, class_="sub"), element("div", colours, box, class_="card"))
+    return join(element("p", text, class_="sub"), element("div", colours, table, class_="card"), folded)
 
 
 def _both(row: RebalanceView) -> tuple[float | None, float | None]:
@@ -344,7 +355,7 @@ def _moved_text(layer: LayerView) -> str:
 def _table(
     headings: Sequence[str], rows: Sequence[Sequence[str]], *, words: int, caption: str, last_is_long: bool = False
 ) -> Markup:
-    """The first ``words`` columns are flush left."""
+    """Scrolls sideways in its own box. The first ``words`` columns are flush left."""
 
     def kind(column: int) -> str | None:
         if last_is_long and column == len(headings) - 1:
@@ -355,9 +366,9 @@ def _table(
     body = [
         element("tr", *(element("td", cell, class_=kind(column)) for column, cell in enumerate(row))) for row in rows
     ]
-    return element(
-        "table", element("caption", caption), element("thead", element("tr", *head)), element("tbody", *body)
-    )
+    table = element("table", element("thead", element("tr", *head)), element("tbody", *body), aria_label=caption)
+    box = element("div", table, class_="scroll", tabindex="0", role="group", aria_label=f"{caption}, scrolls sideways")
+    return join(element("p", caption, class_="caption"), box)
 
 
 def _empty(text: str) -> Markup:

@@ -41,6 +41,7 @@ COLOURS: Final[Mapping[str, Colour]] = {
     "lane": Colour("#f0f2f5", "#202733"),
     "whole": Colour("#b9c0cb", "#465061"),
     "whole-backward": Colour("#8f98a6", "#626d7f"),
+    "filled": Colour("#a9d5c6", "#28523f"),
     "rebalance": Colour("#c2410c", "#ff9d5c"),
     "dispatcher": Colour("#6b4fa0", "#b8a1e3"),
     **SPANS,

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
 from ds_hybrid.observe.events import RebalanceRecord, Record, ResumeRecord, RunRecord, StepRecord
-from ds_hybrid.observe.report.view import spread
+from ds_hybrid.observe.report.view import FloatArray, IntArray, relative
 
 Slots = tuple[tuple[int, ...], ...]
 """[P][E/P], the experts of each place of an expert-parallel group."""
@@ -36,11 +34,22 @@ class LayerHistory:
     changes: tuple[Placed, ...]
     num_moved: Mapping[int, int] = field(default_factory=dict)
 
-    def during(self, first: int, last: int) -> Slots:
-        """Where experts were in most of the steps ``first`` + 1 to ``last``."""
-        starts = [max(change.step, first) for change in self.changes] + [last]
-        lasted = [max(min(after, last) - start, 0) for start, after in pairwise(starts)]
-        return self.changes[int(np.argmax(lasted))].slots if any(lasted) else self.changes[0].slots
+    def during(self, first: IntArray, last: IntArray) -> IntArray:
+        """[N] the places in ``changes`` that held in most of the steps ``first`` + 1 to ``last`` [N]."""
+        begin = np.array([change.step for change in self.changes], dtype=np.int64)
+        end = np.append(begin[1:], np.iinfo(np.int64).max)
+        lasted = np.minimum(end, last[:, None]) - np.maximum(begin, first[:, None])
+        return np.asarray(lasted.argmax(axis=1), dtype=np.int64)
+
+    def rank_spread(self, loads: IntArray, first: IntArray, last: IntArray) -> FloatArray:
+        """[N] the busiest rank's pairs over the ranks' mean, for ``loads`` [N, E] of the steps ``first`` + 1 to
+        ``last``, by the placement of that time."""
+        place = self.during(first, last)
+        found = np.full(len(loads), np.nan)
+        for each in np.unique(place):
+            of_ranks = loads[place == each][:, np.asarray(self.changes[each].slots)].sum(axis=2)
+            found[place == each] = relative(of_ranks).max(axis=1)
+        return found
 
     @property
     def laid_out(self) -> Placed:
@@ -84,11 +93,6 @@ def histories(records: Sequence[Record]) -> dict[str, LayerHistory]:
 def moved_between(before: Slots, after: Slots) -> int:
     """Experts that changed rank, between placements over the same number of ranks."""
     return sum(len(set(new) - set(old)) for old, new in zip(before, after, strict=True))
-
-
-def rank_spread(load: Sequence[int] | npt.NDArray[np.int64], slots: Slots) -> float:
-    """The busiest rank's pairs over the ranks' mean, for ``load`` [E]."""
-    return spread(np.asarray(load)[np.asarray(slots)].sum(axis=1))
 
 
 def _begins(records: Sequence[Record]) -> dict[int, int]:

@@ -17,6 +17,7 @@ from ds_hybrid.observe.report.plot import Line, Mark
 Severity = Literal["problem", "advice", "note"]
 
 FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class LayerView:
     name: str
     steps: tuple[int, ...]
     num_steps: tuple[int, ...]
-    loads: npt.NDArray[np.int64]
+    loads: IntArray
     rank_spread: tuple[float, ...]
     wire: WireView
     mode: str
@@ -95,7 +96,7 @@ class LayerView:
         """[records, E] load over the mean of the layer's experts in that record; NaN where nothing was routed."""
         return relative(self.loads)
 
-    def late_loads(self) -> npt.NDArray[np.int64]:
+    def late_loads(self) -> IntArray:
         """[E] pairs of the last quarter of the records, at least one."""
         return self.loads[-max(1, len(self.loads) // 4) :].sum(axis=0)
 
@@ -218,7 +219,7 @@ class RunView:
     advice: tuple[Advice, ...] = ()
 
 
-def relative(loads: npt.NDArray[np.int64] | FloatArray) -> FloatArray:
+def relative(loads: IntArray | FloatArray) -> FloatArray:
     """[records, E] counts over their row's mean; NaN in rows without any."""
     means = loads.mean(axis=1, keepdims=True, dtype=np.float64)
     return np.divide(loads, means, out=np.full(loads.shape, np.nan), where=means > 0)

@@ -72,7 +72,7 @@ def load_scale(highest: float) -> Markup:
     """The colours of the heatmaps and what they mean."""
     colours = ", ".join(f"rgb({red} {green} {blue})" for red, green, blue in scale_colours(8))
     bar = element("div", class_="scale-bar", style=f"background: linear-gradient(90deg, {colours})")
-    between = [(f"{value}{TIMES}", value) for value in (2, 4) if value <= highest / 2]
+    between = [(f"{value}{TIMES}", value) for value in (2, 4) if place_of(value, highest) < 0.6]
     ticks = [("0", 0), ("mean", 1), *between, (f"{highest:.0f}{TIMES} and more", highest)]
     labels = [
         element(

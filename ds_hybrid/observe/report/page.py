@@ -142,7 +142,7 @@ def _signs(view: RunView) -> Markup | None:
 
 def _load(view: RunView) -> Markup:
     if not view.layers:
-        return _empty("No record has expert counts yet.")
+        return _empty("No MoE layer has a record.")
     highest = charts.highest_load(view.layers)
     cards = [_load_card(layer, highest) for layer in view.layers]
     rest = cards[_MOST_OPEN_LAYERS:]
@@ -155,14 +155,15 @@ def _load(view: RunView) -> Markup:
         charts.load_scale(highest),
         _signs(view),
         element("div", *cards[:_MOST_OPEN_LAYERS], class_="cards"),
-        element(
-            "details",
-            element("summary", f"{len(rest)} more layers"),
-            element("div", *rest, class_="cards"),
-        )
-        if rest
-        else None,
+        _more([element("div", *rest, class_="cards")] if rest else [], count=len(rest)),
     )
+
+
+def _more(layers: Sequence[Markup], count: int | None = None) -> Markup | None:
+    """Layers that are shown at a click."""
+    if not layers:
+        return None
+    return element("details", element("summary", f"{count or len(layers)} more layers"), *layers)
 
 
 def _load_card(layer: LayerView, highest: float) -> Markup:
@@ -190,7 +191,7 @@ def _timeline(step: StepView | None) -> Markup:
         ("whole", "forward, optimizer"),
         ("whole-backward", "backward"),
     ]
-    body = join(legend(entries), charts.timeline(step), _step_table(step))
+    body = join(legend(entries), charts.timeline(step), _step_table(step) if step.names else None)
     return join(element("p", text, class_="sub"), element("div", body, class_="card"))
 
 
@@ -205,7 +206,7 @@ def _step_table(step: StepView) -> Markup:
     rows = [_step_row(rank, step) for rank in drawn]
     if len(drawn) < len(step.ranks):
         rows.append(_mean_row(step))
-    return _table(headings, rows, words=2, caption="Milliseconds inside MoE layers")
+    return _table(headings, rows, words=2, caption="Milliseconds inside layers")
 
 
 def _step_row(rank: RankTimeline, step: StepView) -> list[str]:
@@ -224,7 +225,7 @@ def _mean_row(step: StepView) -> list[str]:
 def _bytes(view: RunView) -> Markup:
     sending = [layer for layer in view.layers if layer.wire.sent]
     if not sending:
-        return _empty("No bytes left a rank: experts are on one rank, or nothing was recorded yet.")
+        return _empty("MoE layers sent nothing: experts are on one rank, or there is no record.")
     sent = sum(layer.wire.sent for layer in sending)
     bound = sum(layer.wire.lower_bound for layer in sending)
     modes: dict[str, int] = {}
@@ -248,7 +249,7 @@ def _bytes(view: RunView) -> Markup:
 
 def _rebalances(view: RunView) -> Markup:
     if not view.rebalances:
-        looked = f"The rebalancer looked {view.num_looks} times and moved nothing." if view.num_looks else ""
+        looked = f"The rebalancer looked {_times(view.num_looks)} and moved nothing." if view.num_looks else ""
         return _empty(looked or "Experts stayed where they were: rebalancing was off or has not looked yet.")
     rows = view.rebalances[-_MOST_ROWS:]
     values = [value for row in rows for value in _both(row) if value is not None]
@@ -279,7 +280,7 @@ def _rebalances(view: RunView) -> Markup:
         )
     left_out = len(view.rebalances) - len(rows)
     more = f" The last {len(rows)} of {len(view.rebalances)} rows are shown." if left_out else ""
-    text = f"The rebalancer looked {view.num_looks} times.{more}" if view.num_looks else more.strip()
+    text = f"The rebalancer looked {_times(view.num_looks)}.{more}" if view.num_looks else more.strip()
     colours = element(
         "ul",
         element("li", element("span", "●", class_="dot-before"), " before"),
@@ -289,6 +290,10 @@ def _rebalances(view: RunView) -> Markup:
         class_="legend",
     )
     return join(element("p", text, class_="sub"), element("div", colours, table, class_="card"), folded)
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
 
 
 def _both(row: RebalanceView) -> tuple[float | None, float | None]:
@@ -323,7 +328,7 @@ def _or_dash(value: float | None, shown: Callable[[float], str]) -> str:
 def _placement(view: RunView) -> Markup:
     layers = [layer for layer in view.layers if len(layer.last_slots) > 1]
     if not layers:
-        return _empty("All experts of a layer are on one rank.")
+        return _empty("No layer has its experts on several ranks.")
     groups = max(layer.num_groups for layer in layers)
     replicas = f" {groups} expert-parallel groups hold the same; the first one is shown." if groups > 1 else ""
     text = (
@@ -343,7 +348,7 @@ def _placement(view: RunView) -> Markup:
         )
         for layer in layers
     ]
-    return join(element("p", text, class_="sub"), key, *boxes)
+    return join(element("p", text, class_="sub"), key, *boxes[:_MOST_OPEN_LAYERS], _more(boxes[_MOST_OPEN_LAYERS:]))
 
 
 def _moved_text(layer: LayerView) -> str:

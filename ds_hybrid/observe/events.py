@@ -88,7 +88,7 @@ class ExpertGroups(_Part):
 
 
 class RunRecord(Record):
-    """A process group began to train. A resumed run writes one too, and a ``resume`` after it.
+    """A process group began to train. A resumed run writes one too, and a ``resume`` after it. Its ``step`` is 0.
 
     Attributes:
         ds_config: the whole ds_config, without secrets.
@@ -98,7 +98,7 @@ class RunRecord(Record):
         node_of_rank: [R], the name of the host of each rank.
         expert_groups: for each expert-parallel size.
         layers: in model order.
-        nvlink: None where NVLink use is measured, else why not.
+        nvlink: None where NVLink use is measured on the host of rank 0, else why not.
     """
 
     kind: Literal["run"] = "run"
@@ -136,7 +136,7 @@ class LayerStep(_Part):
         load: [E], (token, choice) pairs that chose each logical expert.
         load_max_over_mean: the busiest expert over the mean; None when nothing was routed.
         load_entropy: Shannon entropy of the experts' shares over log E: 1 is even, 0 is one expert for all.
-        rank_load: [P], the pairs of the experts at each place, by the placement at the end.
+        rank_load: [P], the pairs of the experts at each place, by the placement that lasted longest.
         rank_load_max_over_mean: the busiest place over the mean.
         expert_seconds: [P], how long the experts of each place took in forward, replicas together.
         expert_time_max_over_mean: the slowest place over the mean; None when no time was taken.
@@ -163,8 +163,22 @@ class LayerStep(_Part):
     exposed_seconds: float
 
 
+class AttentionStep(_Part):
+    """What attention over sequences that ranks share did in training since the record before, all ranks together.
+
+    Attributes:
+        wire_bytes: of keys, values and their gradients that left a rank, metadata (positions and padding) included.
+        exposed_seconds: how long ranks stood still for them, added up over the ranks.
+        exposed_fraction: that, as a part of the ranks' time.
+    """
+
+    wire_bytes: int
+    exposed_seconds: float
+    exposed_fraction: float | None
+
+
 class GpuTraffic(_Part):
-    """NVLink use of one GPU, as the mean since the record before.
+    """NVLink use of one GPU, as the mean since the record before, evaluation and checkpoints included.
 
     Attributes:
         host: its name.
@@ -182,12 +196,13 @@ class GpuTraffic(_Part):
 
 
 class StepRecord(Record):
-    """The training since the record before, the run's first record or the resume; evaluation is left out.
+    """The training since the record before, the run's first record or the resume. Evaluation is left out, but for
+    memory and NVLinks, which know no difference.
 
     Attributes:
         samples: of the run so far, DeepSpeed's ``global_samples``.
         num_steps: optimizer steps since the record before.
-        seconds: that they took by rank 0's clock, without pauses for evaluation, checkpoints and this record.
+        seconds: that they took rank 0, without pauses for evaluation, checkpoints and this record.
         loss: what ``engine.backward`` was given, the mean over ranks, micro-batches and steps; None when it was not
             called.
         lr: by parameter group.
@@ -198,10 +213,11 @@ class StepRecord(Record):
         wire_bytes_per_token: of all layers together.
         lower_bound_ratio: likewise.
         layers: in model order.
-        host_memory: [R], bytes of each rank's process.
+        attention: None where no ranks share sequences, or the run did not write it.
+        host_memory: [R], bytes of each rank's process at this time.
         accelerator_memory: [R], the most bytes that each rank's tensors have had on its accelerator since the run
             began; None on CPUs.
-        nvlink: of all GPUs of the hosts; empty where the run's record says why.
+        nvlink: of all GPUs of the hosts whose NVLinks can be read.
     """
 
     kind: Literal["step"] = "step"
@@ -217,6 +233,7 @@ class StepRecord(Record):
     wire_bytes_per_token: float | None
     lower_bound_ratio: float | None
     layers: tuple[LayerStep, ...]
+    attention: AttentionStep | None = None
     host_memory: tuple[int, ...]
     accelerator_memory: tuple[int, ...] | None = None
     nvlink: tuple[GpuTraffic, ...] = ()
@@ -313,7 +330,8 @@ class Span(_Part):
 
     Attributes:
         name: "forward", "backward", "optimizer" and "rebalance" for the whole model; "router", "plan" (ranks tell each
-            other what will move), "dispatch", "experts" and "combine" for a layer; "wait".
+            other what will move), "dispatch", "experts" and "combine" for a MoE layer; "attention_gather" for an
+            attention layer; "wait".
         layer: its name; None for the whole model.
         start: seconds since the timeline's begin.
         seconds: its length.
@@ -363,7 +381,7 @@ class TimelineRecord(Record):
         of = self.ranks[rank]
         columns = zip(of.name, of.phase, of.layer, of.start_us, of.us, of.exposed_us, strict=True)
         found = (
-            Span(
+            Span.model_construct(  # of columns that were checked: there may be 100,000
                 name=self.names[name],
                 phase=self.phases[phase],
                 layer=None if layer < 0 else self.layers[layer],

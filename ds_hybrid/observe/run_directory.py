@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 from pydantic import ValidationError
 
@@ -29,6 +31,9 @@ from ds_hybrid.observe.events import (
 
 R = TypeVar("R", bound=Record)
 
+_HEAD = re.compile(rb'\{"version":([0-9]+),"time":([^,]+),"step":([0-9]+),')
+"""How every line begins that ds_hybrid wrote."""
+
 
 @dataclass(frozen=True)
 class RunEvents:
@@ -48,18 +53,6 @@ class RunEvents:
     @property
     def runs(self) -> tuple[RunRecord, ...]:
         return self._of(RunRecord)
-
-    def run_of(self, step: int) -> RunRecord:
-        """The start under which a step was made."""
-        started = found = self.runs[0]
-        for record in self.records:
-            if isinstance(record, RunRecord):
-                started = record
-            elif isinstance(record, StepRecord):
-                found = started
-                if record.step >= step:
-                    break
-        return found
 
     @property
     def resumes(self) -> tuple[ResumeRecord, ...]:
@@ -81,6 +74,21 @@ class RunEvents:
     def gains(self) -> tuple[GainRecord, ...]:
         return self._of(GainRecord)
 
+    @property
+    def run(self) -> RunRecord:
+        """The start under which the last steps were made: one that has made none yet does not count."""
+        return self.run_of(self.steps[-1].step) if self.steps else self.runs[-1]
+
+    def run_of(self, step: int) -> RunRecord:
+        """The start under which a step was made: that of the first step record that reaches it, else the last."""
+        run = self.runs[0]
+        for record in self.records:
+            if isinstance(record, RunRecord):
+                run = record
+            elif isinstance(record, StepRecord) and record.step >= step:
+                return run
+        return self.runs[-1]
+
 
 def read_events(run_directory: str | Path) -> RunEvents:
     """The events of a run; at least one start of it is there.
@@ -93,7 +101,8 @@ def read_events(run_directory: str | Path) -> RunEvents:
     records: list[Record] = []
     began, is_new = 0, False
     resumed: tuple[int, int] | None = None  # from which step, and how many records came before
-    for _, record in _lines(path, warnings):
+    for line in _lines(path, warnings):
+        record = _record(line)
         if isinstance(record, ResumeRecord):
             resumed, is_new = (record.step, len(records)), False
         elif isinstance(record, RunRecord):
@@ -116,80 +125,134 @@ def read_events(run_directory: str | Path) -> RunEvents:
 
 @dataclass(frozen=True)
 class RunTimelines:
-    """The steps of which there are timelines, ascending, and where each lies in the file."""
+    """The steps of which there are timelines, ascending.
+
+    Attributes:
+        lines: by step; the last of a step.
+    """
 
     path: Path
-    line_of_step: dict[int, int]
+    lines: Mapping[int, Line]
     warnings: tuple[str, ...] = ()
 
     @property
     def steps(self) -> tuple[int, ...]:
-        return tuple(sorted(self.line_of_step))
+        return tuple(sorted(self.lines))
 
     def read(self, step: int) -> TimelineRecord:
         """The timeline of a step.
 
         Raises:
-            EventsError: there is none of that step.
+            EventsError: there is none of that step, or its line is damaged.
         """
-        wanted = self.line_of_step.get(step)
-        for number, record in _lines(self.path, []) if wanted is not None else ():
-            if number == wanted:
-                assert isinstance(record, TimelineRecord)
-                return record
-        known = ", ".join(map(str, self.steps)) or "none"
-        raise EventsError(f"{self.path}: has no timeline of step {step}. Steps that have one: {known}.")
+        if step not in self.lines:
+            known = ", ".join(map(str, self.steps)) or "none"
+            raise EventsError(f"{self.path}: has no timeline of step {step}. Steps that have one: {known}.")
+        place = self.lines[step]
+        with _opened(self.path) as file:
+            file.seek(place.offset)
+            record = _record(replace(place, text=file.readline()))
+        assert isinstance(record, TimelineRecord)
+        return record
 
 
-def find_timelines(run_directory: str | Path) -> RunTimelines:
-    """Which steps of a run have timelines; none where the run wrote no such file.
+def find_timelines(run_directory: str | Path, events: RunEvents | None = None) -> RunTimelines:
+    """Of which of a run's steps there are timelines; none where the run wrote no such file.
+
+    A timeline has the step and the time of its step record: one of a step that was made again, or of an earlier run in
+    the directory, is passed over. Only the beginnings of the lines are looked at.
+
+    Args:
+        events: of the run, where they have been read already.
 
     Raises:
-        EventsError: a line is damaged; the last one may be torn.
+        EventsError: the directory has no events, or a line is damaged; the last one may be torn.
     """
     path = Path(run_directory) / TIMELINE_FILE
+    if not path.exists():
+        return RunTimelines(path, {})
+    records = (read_events(run_directory) if events is None else events).steps
+    made = {(record.step, record.time) for record in records}
     warnings: list[str] = []
-    line_of_step: dict[int, int] = {}
-    for number, record in _lines(path, warnings) if path.exists() else ():
-        # A resumed run makes steps again.
-        line_of_step = {step: line for step, line in line_of_step.items() if step < record.step}
-        line_of_step[record.step] = number
-    return RunTimelines(path, line_of_step, tuple(warnings))
+    lines = {}
+    for line in _lines(path, warnings):
+        step, time = _step_and_time(line)
+        if (step, time) in made:
+            lines[step] = replace(line, text=b"")
+    return RunTimelines(path, lines, tuple(warnings))
 
 
-def _lines(path: Path, warnings: list[str]) -> Iterator[tuple[int, AnyRecord]]:
-    """The line numbers and records of a file; adds a warning for a torn last line."""
+@dataclass(frozen=True)
+class Line:
+    """A whole line of a file.
+
+    Attributes:
+        number: from 1 on.
+        offset: where it begins, in bytes.
+        text: with its end; empty where it is yet to be read.
+    """
+
+    path: Path
+    number: int
+    offset: int
+    text: bytes
+
+    @property
+    def place(self) -> str:
+        return f"{self.path}:{self.number}"
+
+
+def _lines(path: Path, warnings: list[str]) -> Iterator[Line]:
+    """The lines of a file; adds a warning for a torn last line."""
+    offset = 0
+    with _opened(path) as file:
+        for number, text in enumerate(file, start=1):
+            line = Line(path, number, offset, text)
+            offset += len(text)
+            if text.endswith(b"\n"):
+                yield line
+            else:
+                warnings.append(
+                    f"{line.place}: the last line is not whole and was passed over; the run crashed while it was "
+                    "written, or writes it now"
+                )
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.endswith(b"\n"):
-                    yield number, _record(line, f"{path}:{number}")
-                else:
-                    warnings.append(
-                        f"{path}:{number}: the last line is not whole and was passed over; the run crashed while it "
-                        "was written, or writes it now"
-                    )
+            yield file
     except OSError as error:
         raise EventsError(
             f"{path}: {error.strerror}. Give the directory that ds_hybrid.observe.directory named."
         ) from error
 
 
-def _record(line: bytes, place: str) -> AnyRecord:
+def _step_and_time(line: Line) -> tuple[int, float]:
+    """Without reading the rest of the line, which holds all spans of all ranks."""
+    head = _HEAD.match(line.text)
+    if head is None:
+        record = _record(line)
+        return record.step, record.time
+    return int(head[3]), float(head[2])
+
+
+def _record(line: Line) -> AnyRecord:
     try:
-        fields = json.loads(line)
-        version = fields["version"]
+        head = _HEAD.match(line.text)
+        version = json.loads(line.text)["version"] if head is None else int(head[1])
         if version > SCHEMA_VERSION:
             raise EventsError(
-                f"{place}: schema version {version}, this ds_hybrid reads up to {SCHEMA_VERSION}. Read it with the "
-                "ds_hybrid that wrote it, or a later one."
+                f"{line.place}: schema version {version}, this ds_hybrid reads up to {SCHEMA_VERSION}. Read it with "
+                "the ds_hybrid that wrote it, or a later one."
             )
-        return RECORDS.validate_python(fields)
+        return RECORDS.validate_json(line.text)
     except (ValueError, KeyError, TypeError) as error:
         if isinstance(error, EventsError):
             raise
         raise EventsError(
-            f"{place}: damaged: {_what_is_wrong(error)}. Remove the line, or restore the file."
+            f"{line.place}: damaged: {_what_is_wrong(error)}. Remove the line, or restore the file."
         ) from error
 
 

@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 
 from ds_hybrid.errors import EventsError
+from ds_hybrid.observe import run_directory
 from ds_hybrid.observe.events import EVENTS_FILE, TIMELINE_FILE, RebalanceRecord, Record, ResumeRecord, StepRecord
 from ds_hybrid.observe.run_directory import find_timelines, read_events
 from tests.observe.runs import (
+    BEGAN,
     LAYERS,
     MOVED,
     all_events,
+    rebalance_record,
     run_record,
     step_record,
     timeline_record,
@@ -115,15 +118,83 @@ def test_a_directory_without_a_run_is_refused(tmp_path: Path, lines: list[StepRe
         read_events(tmp_path)
 
 
-def test_timelines_are_found_by_step_and_the_last_of_a_step_counts(tmp_path: Path) -> None:
+def test_timelines_are_those_of_the_steps_that_count(tmp_path: Path) -> None:
     assert find_timelines(tmp_path).steps == ()
-    again = timeline_record(20).model_copy(update={"seconds": 3.0})
-    write_lines(tmp_path / TIMELINE_FILE, [*map(timeline_record, (10, 20, 30)), again])
-    found = find_timelines(tmp_path)
+    run = [run_record(), *map(step_record, (10, 20, 30))]
+    lines = [timeline_record(step) for step in (10, 20, 30)]
+    write_lines(tmp_path / EVENTS_FILE, run)
+    write_lines(tmp_path / TIMELINE_FILE, lines)
+    assert find_timelines(tmp_path).steps == (10, 20, 30)
+
+    resume = ResumeRecord(time=BEGAN + 90, step=10, path="run/global_step10", placements={})
+    resumed = [*run, run_record(time=BEGAN + 80), resume, step_record(20, time=BEGAN + 100)]
+    write_lines(tmp_path / EVENTS_FILE, resumed)
+    assert find_timelines(tmp_path).steps == (10,)  # that of step 20 is still the lost one's
+
+    again = timeline_record(20).model_copy(update={"time": BEGAN + 100, "seconds": 3.0})
+    write_lines(tmp_path / TIMELINE_FILE, [*lines, again])
+    found = find_timelines(tmp_path, read_events(tmp_path))
     assert found.steps == (10, 20)
     assert found.read(20) == again
+    assert found.read(10) == lines[0]
     with pytest.raises(EventsError, match=r"no timeline of step 30\. Steps that have one: 10, 20\."):
         found.read(30)
+
+    write_lines(tmp_path / EVENTS_FILE, [*resumed, run_record(time=BEGAN + 200), step_record(10, time=BEGAN + 210)])
+    assert find_timelines(tmp_path).steps == ()  # begun anew, and no timeline yet
+
+
+def test_timelines_are_found_without_reading_their_spans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path)
+    events = read_events(tmp_path)
+    read: list[int] = []
+    monkeypatch.setattr(run_directory, "_record", lambda line: read.append(line.number))
+    assert find_timelines(tmp_path, events).steps == (10, 20, 30, 40, 50, 60)
+    assert read == []
+
+
+def test_timelines_that_others_wrote_and_torn_ones(tmp_path: Path) -> None:
+    path = write_run(tmp_path) / TIMELINE_FILE
+    lines = path.read_text().splitlines()
+    fields = json.loads(lines[0])
+    lines[0] = json.dumps({key: fields[key] for key in sorted(fields)}, indent=None)
+    path.write_text("\n".join(lines)[:-20])
+    found = find_timelines(tmp_path)
+    assert found.steps == (10, 20, 30, 40, 50)
+    assert found.read(10) == timeline_record(10)
+    assert ["timeline.jsonl:6: the last line is not whole" in warning for warning in found.warnings] == [True]
+    lines[1] = lines[1].replace('"ranks"', '"rank"')
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(EventsError, match=r"timeline\.jsonl:2: damaged: timeline\.ranks: Field required\. Remove"):
+        find_timelines(tmp_path).read(20)
+    lines[0] = "{}"
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(EventsError, match=r"timeline\.jsonl:1: damaged: no version\."):
+        find_timelines(tmp_path)
+
+
+def test_which_start_made_a_step(tmp_path: Path) -> None:
+    first, second = run_record(), run_record(time=1.0, world_size=8)
+    resume = ResumeRecord(time=2.0, step=20, path="run/global_step20", placements={})
+    resumed = [first, *map(step_record, (10, 20, 30)), second, resume]
+    write_lines(tmp_path / EVENTS_FILE, resumed)
+    assert read_events(tmp_path).run == first  # the second has made no step yet
+    write_lines(tmp_path / EVENTS_FILE, [*resumed, step_record(30)])
+    events = read_events(tmp_path)
+    assert events.run == second
+    assert [events.run_of(step) for step in (10, 15, 20, 21, 30, 31)] == [first] * 3 + [second] * 3
+    write_lines(tmp_path / EVENTS_FILE, [first, second])
+    assert read_events(tmp_path).run == second
+    write_lines(tmp_path / EVENTS_FILE, [first, step_record(10), run_record(time=3.0, model="another")])
+    assert read_events(tmp_path).run == first
+
+
+def test_what_comes_before_a_resume_is_no_new_beginning(tmp_path: Path) -> None:
+    moved = rebalance_record(time=1.5, step=0, action="called", decisions=())
+    resume = ResumeRecord(time=2.0, step=20, path="run/global_step20", placements={})
+    run = [run_record(), *map(step_record, (10, 20)), run_record(time=1.0), moved, resume, step_record(30)]
+    write_lines(tmp_path / EVENTS_FILE, run)
+    assert [record.step for record in read_events(tmp_path).steps] == [10, 20, 30]
 
 
 def test_spans_of_a_rank_are_put_together_from_columns() -> None:

@@ -43,7 +43,8 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 def run(arguments: argparse.Namespace) -> int:
     """The new files on stdout."""
-    events, timelines = read_events(arguments.run_dir), find_timelines(arguments.run_dir)
+    events = read_events(arguments.run_dir)
+    timelines = find_timelines(arguments.run_dir, events)
     step = arguments.step or (timelines.steps[-1] if timelines.steps else None)
     view = view_of(
         events,

@@ -36,7 +36,8 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 def run(arguments: argparse.Namespace) -> int:
     """The new file on stdout."""
-    events, timelines = read_events(arguments.run_dir), find_timelines(arguments.run_dir)
+    events = read_events(arguments.run_dir)
+    timelines = find_timelines(arguments.run_dir, events)
     if not timelines.steps:
         raise EventsError(
             f"{timelines.path}: no step has a timeline. The run had ds_hybrid.observe.timeline = false, or "

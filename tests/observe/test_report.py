@@ -11,7 +11,15 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from ds_hybrid.observe.events import DispatcherRecord, ExpertGroups, GainRecord, Record, ResumeRecord, RunRecord
+from ds_hybrid.observe.events import (
+    AttentionStep,
+    DispatcherRecord,
+    ExpertGroups,
+    GainRecord,
+    Record,
+    ResumeRecord,
+    RunRecord,
+)
 from ds_hybrid.observe.report.charts import drawn_ranks, heatmap_columns
 from ds_hybrid.observe.report.digest import headline, view_of
 from ds_hybrid.observe.report.page import page
@@ -219,6 +227,17 @@ def test_headline(whole: RunView) -> None:
     assert figures["Wire bytes"][0] == "1.12\N{MULTIPLICATION SIGN}"
     assert figures["Exposed communication"][0] == "16 %"
     assert figures["Experts moved"] == ("2", "at 1 step")
+
+
+def test_attention_is_told_beside_the_layers() -> None:
+    attention = AttentionStep(wire_bytes=1_500_000, exposed_seconds=0.25, exposed_fraction=0.05)
+    shown = view(run_record(), *(step_record(step, attention=attention) for step in (10, 20)))
+    assert [(line.name, line.values) for line in shown.lines["exposed"]] == [
+        ("MoE layers", (0.16, 0.16)),
+        ("attention", (0.05, 0.05)),
+    ]
+    assert "Attention over shared sequences sent 3.00 MB besides." in page(shown)
+    assert ("Exposed communication", "16 %", "of time; attention's 5.0 %") in headline(shown)
 
 
 def test_timeline_adds_up(whole: RunView) -> None:

@@ -72,6 +72,7 @@ def view_of(events: RunEvents, *, name: str, timeline: TimelineRecord | None, ti
         num_looks=sum(record.action != "called" for record in events.rebalances),
         marks=_all_marks(events),
         nodes=run.node_of_rank,
+        attention_bytes=sum(record.attention.wire_bytes for record in events.steps if record.attention is not None),
         step=step,
         advice=advice_for(events, layers, step),
     )
@@ -197,7 +198,10 @@ def _lines(steps: Sequence[StepRecord]) -> dict[str, tuple[Line, ...]]:
     lines = {
         "loss": (line("loss", lambda record: record.loss),),
         "tokens_per_second": (line("tokens per second", lambda record: record.tokens_per_second),),
-        "exposed": (line("exposed communication", lambda record: record.exposed_fraction),),
+        "exposed": (
+            line("MoE layers", lambda record: record.exposed_fraction),
+            line("attention", lambda record: record.attention.exposed_fraction if record.attention else None, 1),
+        ),
         "lower_bound_ratio": (line("bytes over the bound", lambda record: record.lower_bound_ratio),),
         "memory": (
             line("host, largest rank", lambda record: max(record.host_memory, default=None)),
@@ -357,7 +361,11 @@ def headline(view: RunView) -> list[tuple[str, str, str]]:
         found.append(("Busiest rank", times(float(np.nanmax(spreads))), "its layer's mean load"))
     exposed = _known(view, "exposed")
     if exposed:
-        found.append(("Exposed communication", in_percent(mean(exposed)), "of the ranks' time"))
+        in_attention = mean([value for line in view.lines["exposed"][1:] for value in line.values])
+        beside = (
+            f"of time; attention's {in_percent(in_attention)}" if math.isfinite(in_attention) else "of the ranks' time"
+        )
+        found.append(("Exposed communication", in_percent(mean(exposed)), beside))
     moves = [row for row in view.rebalances if row.measured_after is not None or row.outcome.startswith("moved")]
     if view.num_looks or moves:
         num_steps = len({row.step for row in moves})

@@ -225,7 +225,8 @@ def _mean_row(step: StepView) -> list[str]:
 def _bytes(view: RunView) -> Markup:
     sending = [layer for layer in view.layers if layer.wire.sent]
     if not sending:
-        return _empty("MoE layers sent nothing: experts are on one rank, or there is no record.")
+        text = "MoE layers sent nothing: experts are on one rank, or there is no record."
+        return _empty(text + _attention(view))
     sent = sum(layer.wire.sent for layer in sending)
     bound = sum(layer.wire.lower_bound for layer in sending)
     modes: dict[str, int] = {}
@@ -241,10 +242,16 @@ def _bytes(view: RunView) -> Markup:
     ratio = times(sent / bound) if bound else "no bound"
     text = (
         f"In all, {in_bytes(sent)} left the ranks, forward and backward, metadata included: {ratio} what had to cross "
-        f"({by_mode}). By layer, bytes for each token.{which}"
+        f"({by_mode}). By layer, bytes for each token.{which}{_attention(view)}"
     )
     key = legend([("sent", "sent"), ("bound", "lower bound")])
     return join(element("p", text, class_="sub"), element("div", key, charts.bytes_bars(shown), class_="card"))
+
+
+def _attention(view: RunView) -> str:
+    if not view.attention_bytes:
+        return ""
+    return f" Attention over shared sequences sent {in_bytes(view.attention_bytes)} besides."
 
 
 def _rebalances(view: RunView) -> Markup:

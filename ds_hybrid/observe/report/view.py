@@ -161,7 +161,7 @@ class RankTimeline:
 
     @property
     def exposed(self) -> float:
-        """Seconds in which the rank stood still for messages of MoE layers."""
+        """Seconds in which the rank stood still for messages of layers."""
         return sum(span.exposed for span in self.of_layers)
 
     @property
@@ -205,6 +205,7 @@ class RunView:
         marks: rebalances and changes of dispatcher, one for each step and kind.
         nodes: [R] the name of each rank's node.
         step: the timeline, where there is one.
+        attention_bytes: that left a rank for attention over shared sequences.
     """
 
     name: str
@@ -216,6 +217,7 @@ class RunView:
     marks: tuple[Mark, ...]
     nodes: tuple[str, ...]
     step: StepView | None
+    attention_bytes: int = 0
     advice: tuple[Advice, ...] = ()
 
 

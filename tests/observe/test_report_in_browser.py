@@ -83,7 +83,7 @@ LEAST_DRAWN = 12
 
 
 def boxes(page: Page, selector: str) -> list[tuple[tuple[slice, slice], bool]]:
-    """Rows and columns of the whole page's picture that the elements take, and whether they are in view without scrolling."""
+    """Rows and columns of the whole page's picture that the elements take, and whether no box has to be scrolled."""
     found = page.evaluate(f"""[...document.querySelectorAll({selector!r})].filter(part => part.checkVisibility()).map(
         part => {{ const box = part.getBoundingClientRect();
             const frame = (part.closest(".scroll") ?? document.body).getBoundingClientRect();

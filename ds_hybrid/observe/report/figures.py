@@ -10,15 +10,18 @@ from typing import Any, Final
 
 import numpy as np
 
+from ds_hybrid.observe.events import Span
 from ds_hybrid.observe.report.charts import drawn_ranks, heatmap_columns, highest_load
 from ds_hybrid.observe.report.page import LINE_CHARTS, SCALES
 from ds_hybrid.observe.report.palette import COLOURS, SPANS
 from ds_hybrid.observe.report.pixels import place_of, scale_colours
+from ds_hybrid.observe.report.plot import MOST_MARK_LINES, Mark
 from ds_hybrid.observe.report.scales import times
 from ds_hybrid.observe.report.view import LayerView, RebalanceView, RunView, StepView
 from ds_hybrid.observe.trace import COMMUNICATION
 
 _MOST_LAYERS: Final = 24
+_MOST_ROWS: Final = 48
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ def figures_of(view: RunView) -> list[FigureOf]:
     if sending:
         found.append(FigureOf("bytes", 9, 1.2 + 0.3 * len(sending), partial(_bytes, layers=sending)))
     moved = [row for row in view.rebalances if row.measured_before is not None and row.measured_after is not None]
+    moved = moved[-_MOST_ROWS:]
     if moved:
         found.append(FigureOf("rebalances", 9, 1.2 + 0.3 * len(moved), partial(_rebalances, rows=moved)))
     spread_out = [layer for layer in layers if len(layer.last_slots) > 1]
@@ -66,7 +70,7 @@ def _training(figure: Any, view: RunView, names: Sequence[str]) -> None:
             values = np.asarray(line.values) * SCALES.get(name, 1.0)
             axis.plot(line.steps, values, marker="." if len(line.steps) < 3 else "", label=line.name)
         for mark in view.marks:
-            axis.axvline(mark.step, color=COLOURS[mark.kind].light, linestyle=":", linewidth=1)
+            axis.axvline(mark.step, ymin=_mark_foot(view.marks), color=COLOURS[mark.kind].light, linewidth=1)
         axis.update_datalim([(view.lines[name][0].steps[0], value) for value in holds])
         axis.autoscale_view()
         axis.ticklabel_format(axis="y", useOffset=False)
@@ -76,6 +80,11 @@ def _training(figure: Any, view: RunView, names: Sequence[str]) -> None:
         axis.set_xlabel("optimizer step")
     for axis in axes[len(names) :]:
         axis.set_axis_off()
+
+
+def _mark_foot(marks: Sequence[Mark]) -> float:
+    """Where a mark's line begins: at the bottom, or of many marks near the top."""
+    return 0.0 if len(marks) <= MOST_MARK_LINES else 0.95
 
 
 def _colour_map() -> Any:
@@ -102,7 +111,8 @@ def _loads(figure: Any, layers: Sequence[LayerView]) -> None:
             columns.T, aspect="auto", cmap=_colour_map(), norm=_norm(highest), extent=extent, interpolation="nearest"
         )
         for mark in layer.marks:
-            axis.axvline(mark.step, color="white", linewidth=1.2, linestyle="-" if mark.kind == "rebalance" else ":")
+            line = "-" if mark.kind == "rebalance" else ":"
+            axis.axvline(mark.step, ymin=_mark_foot(layer.marks), color="white", linewidth=1.2, linestyle=line)
         axis.set_title(layer.name, fontsize="medium", loc="left")
         axis.set_xlabel("optimizer step")
         axis.set_ylabel("expert")
@@ -115,22 +125,23 @@ def _timeline(figure: Any, step: StepView) -> None:
     axis = figure.subplots()
     ranks = drawn_ranks(step)
     for row, rank in enumerate(ranks):
-        for span in rank.whole_model:
-            axis.broken_barh([(1e3 * span.start, 1e3 * span.seconds)], (row - 0.45, 0.1), color=COLOURS["whole"].light)
-        for span in rank.of_layers:
-            low = row + 0.05 if span.name in COMMUNICATION else row - 0.3
-            bar = [(1e3 * span.start, 1e3 * span.seconds)]
-            axis.broken_barh(bar, (low, 0.3), color=_colour(span.name))
-        for span in rank.waits:
-            bar = [(1e3 * span.start, 1e3 * span.seconds)]
-            axis.broken_barh(
-                bar, (row + 0.05, 0.3), facecolor="white", edgecolor=COLOURS["hatch"].light, hatch="////", linewidth=0
-            )
+        axis.broken_barh(_bars(rank.whole_model), (row - 0.45, 0.1), color=COLOURS["whole"].light)
+        for name in step.names:
+            low = row + 0.05 if name in COMMUNICATION else row - 0.3
+            bars = _bars([span for span in rank.of_layers if span.name == name])
+            axis.broken_barh(bars, (low, 0.3), color=_colour(name))
+        axis.broken_barh(
+            _bars(rank.waits), (row + 0.05, 0.3), facecolor="white", edgecolor=COLOURS["hatch"].light, hatch="////"
+        )
     axis.set_yticks(range(len(ranks)), [f"rank {rank.rank}\n{rank.node}" for rank in ranks], fontsize="small")
     axis.invert_yaxis()
     axis.set_xlabel("milliseconds since the step began")
     axis.set_title(f"Step {step.step}", fontsize="medium", loc="left")
     axis.legend(handles=_timeline_keys(step), fontsize="small", ncols=8, loc="lower right", bbox_to_anchor=(1, 1))
+
+
+def _bars(spans: Sequence[Span]) -> list[tuple[float, float]]:
+    return [(1e3 * span.start, 1e3 * span.seconds) for span in spans]
 
 
 def _colour(span: str) -> str:

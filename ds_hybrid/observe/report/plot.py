@@ -16,7 +16,8 @@ from ds_hybrid.observe.report.markup import Markup, element, join, percent
 from ds_hybrid.observe.report.scales import Axis, axis, thinned, tick_labels
 
 _MOST_POINTS: Final = 400
-_MOST_MARK_LINES: Final = 12
+MOST_MARK_LINES: Final = 12
+"""Marks of a chart that have a line from top to bottom; of more the lines would hide the chart."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def y_grid(up: Axis, labels: Sequence[str] | None = None) -> Markup:
 def mark_lines(marks: Sequence[Mark], across: Axis) -> Markup:
     """A thin upright line for each mark, with a small sign above the plot; of many marks the signs alone."""
     shown = {(mark.kind, round(across.at(mark.step), 2)): mark for mark in marks}
-    with_lines = len(shown) <= _MOST_MARK_LINES
+    with_lines = len(shown) <= MOST_MARK_LINES
     return join(*(_mark(mark, percent(across.at(mark.step)), with_line=with_lines) for mark in shown.values()))
 
 

@@ -3,8 +3,9 @@
 import argparse
 from pathlib import Path
 
-from ds_hybrid.cli.arguments import count
-from ds_hybrid.cli.output import new_figure, save_figure
+from ds_hybrid.cli.arguments import count, output_file
+from ds_hybrid.cli.output import new_figure, save_figure, write_aside
+from ds_hybrid.errors import HybridError
 from ds_hybrid.observe.report.digest import view_of
 from ds_hybrid.observe.report.figures import figures_of
 from ds_hybrid.observe.report.page import page
@@ -32,7 +33,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="what observe.directory named")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="default: report.html in RUN_DIR")
+    parser.add_argument("--out", type=output_file, metavar="FILE", help="default: report.html in RUN_DIR")
     parser.add_argument("--png", type=Path, metavar="DIR", help="also write the charts as pictures into this folder")
     parser.add_argument(
         "--step", type=count, metavar="N", help="to draw rank by rank. Default: the last that has a timeline"
@@ -42,7 +43,8 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 def run(arguments: argparse.Namespace) -> int:
     """The new files on stdout."""
-    events, timelines = read_events(arguments.run_dir), find_timelines(arguments.run_dir)
+    events = read_events(arguments.run_dir)
+    timelines = find_timelines(arguments.run_dir, events)
     step = arguments.step or (timelines.steps[-1] if timelines.steps else None)
     view = view_of(
         events,
@@ -50,19 +52,22 @@ def run(arguments: argparse.Namespace) -> int:
         timeline=None if step is None else timelines.read(step),
         timeline_steps=timelines.steps,
     )
-    written = [] if arguments.png is None else _write_pictures(view, arguments.png)
     out: Path = arguments.out or arguments.run_dir / "report.html"
-    out.write_text(page(view), encoding="utf-8")
-    print(*(str(path) for path in [out, *written]), sep="\n")
+    write_aside(out, page(view))
+    print(out)
+    if arguments.png is not None:
+        _write_pictures(view, arguments.png)
     return 0
 
 
-def _write_pictures(view: RunView, folder: Path) -> list[Path]:
-    folder.mkdir(parents=True, exist_ok=True)
-    written = []
+def _write_pictures(view: RunView, folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise HybridError(f"--png {folder}: {error.strerror}. Name a folder.") from error
     for figure in figures_of(view):
         canvas = new_figure(figure.width, figure.height, option="--png")
         figure.draw(canvas)
-        written.append(folder / f"{figure.name}.png")
-        save_figure(canvas, written[-1])
-    return written
+        path = folder / f"{figure.name}.png"
+        save_figure(canvas, path)
+        print(path)

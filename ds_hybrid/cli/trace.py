@@ -4,7 +4,8 @@ import argparse
 import json
 from pathlib import Path
 
-from ds_hybrid.cli.arguments import count
+from ds_hybrid.cli.arguments import count, output_file
+from ds_hybrid.cli.output import write_aside
 from ds_hybrid.errors import EventsError
 from ds_hybrid.observe.run_directory import find_timelines, read_events
 from ds_hybrid.observe.trace import to_trace
@@ -28,14 +29,15 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="what observe.directory named")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="default: trace.json in RUN_DIR")
+    parser.add_argument("--out", type=output_file, metavar="FILE", help="default: trace.json in RUN_DIR")
     parser.add_argument("--step", type=count, metavar="N", help="default: the last step that has a timeline")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """The new file on stdout."""
-    events, timelines = read_events(arguments.run_dir), find_timelines(arguments.run_dir)
+    events = read_events(arguments.run_dir)
+    timelines = find_timelines(arguments.run_dir, events)
     if not timelines.steps:
         raise EventsError(
             f"{timelines.path}: no step has a timeline. The run had ds_hybrid.observe.timeline = false, or "
@@ -43,6 +45,6 @@ def run(arguments: argparse.Namespace) -> int:
         )
     timeline = timelines.read(arguments.step or timelines.steps[-1])
     out: Path = arguments.out or arguments.run_dir / "trace.json"
-    out.write_text(json.dumps(to_trace(timeline, events.runs[-1], events.steps)), encoding="utf-8")
+    write_aside(out, json.dumps(to_trace(timeline, events.run_of(timeline.step), events.steps)))
     print(out)
     return 0

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from ds_hybrid.observe.events import WAIT, RunRecord, Span, StepRecord, TimelineRecord
 
-COMMUNICATION: Final = frozenset({"plan", "dispatch", "combine", "attention_gather", "kv_gather", WAIT})
+COMMUNICATION: Final = frozenset({"plan", "dispatch", "combine", "attention_gather", WAIT})
 """Names of spans that are exchanges with other ranks."""
 
 _TRACKS: Final = ("model", "compute", "communication")

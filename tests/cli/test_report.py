@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,11 +79,56 @@ def test_mistakes_are_told(command: str, run_dir: Path, tmp_path: Path, capsys: 
             [str(run_dir), "--step", "15"],
             f"{run_dir}/timeline.jsonl: has no timeline of step 15. Steps that have one: 10, 20, 30, 40, 50, 60.",
         ),
-        ([str(run_dir), "--out", str(tmp_path / "none" / "x")], f"{tmp_path}/none/x: No such file or directory\n"),
-        ([str(run_dir), "--out", str(tmp_path)], f"{tmp_path}: Is a directory\n"),
     ]:
         assert main([command, *arguments]) == 2
         assert capsys.readouterr().err.startswith(message)
+
+
+@pytest.mark.parametrize("command", ["report", "trace"])
+def test_where_nothing_can_be_written(
+    command: str, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for place, message in [
+        (tmp_path / "none" / "x", f"there is no folder '{tmp_path}/none'. Make it first"),
+        (tmp_path, "is a folder. Name a file in it"),
+    ]:
+        with pytest.raises(SystemExit, match="2"):
+            main([command, str(run_dir), "--out", str(place)])
+        assert message in capsys.readouterr().err
+    write_run(tmp_path)
+    name = "report.html" if command == "report" else "trace.json"
+    (tmp_path / name).mkdir()
+    assert main([command, str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"{tmp_path / name}: Is a directory. Name another file with --out.\n"
+
+
+def test_pictures_need_a_folder(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "charts").write_text("")
+    assert main(["report", str(run_dir), "--png", str(tmp_path / "charts")]) == 2
+    assert capsys.readouterr().err == f"--png {tmp_path}/charts: File exists. Name a folder.\n"
+
+
+def test_a_report_is_whole_or_the_old_one(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "mine.html"
+    out.write_text("old")
+    write = Path.write_text
+
+    def until_the_disk_is_full(path: Path, text: str, **options: Any) -> None:
+        write(path, text[:100], **options)
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", until_the_disk_is_full)
+        assert main(["report", str(run_dir), "--out", str(out)]) == 2
+    assert capsys.readouterr().err == f"{out}: No space left on device. Name another file with --out.\n"
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("mine.html", "old")]
+    link = tmp_path / "link.html"
+    link.symlink_to(out)
+    assert main(["report", str(run_dir), "--out", str(link)]) == 0
+    assert link.is_symlink()
+    assert out.read_text().startswith("<!DOCTYPE html>")
 
 
 def test_a_run_without_timelines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,16 +8,27 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
-from ds_hybrid.observe.events import DispatcherRecord, GainRecord, Record
+from ds_hybrid.observe.events import (
+    AttentionStep,
+    DispatcherRecord,
+    ExpertGroups,
+    GainRecord,
+    Record,
+    ResumeRecord,
+    RunRecord,
+)
 from ds_hybrid.observe.report.charts import drawn_ranks, heatmap_columns
-from ds_hybrid.observe.report.digest import headline, placements, rank_spread, view_of
+from ds_hybrid.observe.report.digest import headline, view_of
 from ds_hybrid.observe.report.page import page
+from ds_hybrid.observe.report.placements import LayerHistory, Placed, Slots, histories
 from ds_hybrid.observe.report.view import RunView
 from ds_hybrid.observe.run_directory import RunEvents, read_events
 from tests.observe.runs import (
     AT_FIRST,
+    BEGAN,
     LAYERS,
     MOVED,
     all_events,
@@ -28,6 +39,14 @@ from tests.observe.runs import (
     timeline_record,
     write_run,
 )
+
+ON_FOUR = ((0, 1), (2, 3), (4, 5), (6, 7))
+RUN = run_record()
+
+
+def rank_spread(load: npt.ArrayLike, slots: Slots) -> float:
+    of_ranks = [sum(np.asarray(load)[list(held)]) for held in slots]
+    return max(of_ranks) / (sum(of_ranks) / len(of_ranks))
 
 
 def view(*records: Record, step: int | None = None) -> RunView:
@@ -99,18 +118,126 @@ def test_moves_by_a_call_are_counted_from_placements() -> None:
     assert shown.num_looks == 0
 
 
+def test_the_placement_of_most_steps_counts() -> None:
+    history = LayerHistory((Placed(0, AT_FIRST), Placed(14, MOVED), Placed(26, AT_FIRST)))
+    first = np.array([0, 10, 20, 30, 0])
+    assert history.during(first, first + 10).tolist() == [0, 1, 1, 2, 0]
+    loads = np.array([step_record(step).layers[0].load for step in (10, 20, 30)])
+    expected = [rank_spread(load, slots) for load, slots in zip(loads, (AT_FIRST, MOVED, MOVED), strict=True)]
+    assert history.rank_spread(loads, first[:3], first[:3] + 10) == pytest.approx(expected)
+
+
 def test_a_resume_places_experts_without_being_a_move() -> None:
-    since = placements(RunEvents(tuple(all_events())))
-    assert since[LAYERS[0]] == [(0, AT_FIRST), (30, MOVED)]
-    assert since[LAYERS[1]] == [(0, AT_FIRST)]
+    found = histories(all_events())
+    assert found[LAYERS[0]].changes == (Placed(0, AT_FIRST), Placed(30, MOVED))
+    assert found[LAYERS[1]].changes == (Placed(0, AT_FIRST),)
+
+
+def resume(step: int, **placements: Any) -> ResumeRecord:
+    return ResumeRecord(time=BEGAN + 100, step=step, path="c", placements=placements or dict.fromkeys(LAYERS, AT_FIRST))
+
+
+def run_on_four(**changes: Any) -> RunRecord:
+    layers = tuple(of.model_copy(update={"ep_size": 4, "expert_of_slot": ON_FOUR}) for of in run_record().layers)
+    groups = (ExpertGroups(ep_size=4, ep_groups=((0, 1, 2, 3),), edp_groups=((0,), (1,), (2,), (3,))),)
+    return run_record(time=BEGAN + 99, layers=layers, expert_groups=groups, **changes)
+
+
+def test_each_record_has_the_placement_of_its_own_layout() -> None:
+    on_four = resume(20, **dict.fromkeys(LAYERS, ON_FOUR))
+    steps = [step_record(step) for step in (10, 20, 30)]
+    shown = view(run_record(), *steps[:2], run_on_four(), on_four, steps[2])
+    (layer, _) = shown.layers
+    slots_of = dict(zip(layer.steps, (AT_FIRST, AT_FIRST, ON_FOUR), strict=True))
+    for place, (step, slots) in enumerate(slots_of.items()):
+        load = np.array(step_record(step).layers[0].load)
+        assert layer.rank_spread[place] == pytest.approx(rank_spread(load, slots))
+    assert (layer.first_slots, layer.first_step, layer.last_slots) == (ON_FOUR, 20, ON_FOUR)
+    assert (layer.group, layer.num_groups) == ((0, 1, 2, 3), 1)
+    assert "moved here" not in page(shown)
+
+
+def test_moves_after_another_layout_are_counted_from_there() -> None:
+    moved_on_four = ((0, 3), (2, 1), (4, 5), (6, 7))
+    on_four = resume(20, **dict.fromkeys(LAYERS, ON_FOUR))
+    called = rebalance_record(step=30, action="called", decisions=(), placements={LAYERS[0]: moved_on_four})
+    steps = [step_record(step) for step in (10, 20, 30, 40)]
+    shown = view(run_record(), *steps[:2], run_on_four(), on_four, steps[2], called, steps[3])
+    (row,) = shown.rebalances
+    assert (row.step, row.num_moved) == (30, 2)
+    assert row.measured_before == pytest.approx(rank_spread(step_record(30).layers[0].load, ON_FOUR))
+    assert row.measured_after == pytest.approx(rank_spread(step_record(40).layers[0].load, moved_on_four))
+    assert "moved here since step 20" in page(shown)
+
+
+def test_experts_moved_by_a_call_before_a_checkpoint_was_loaded() -> None:
+    """The start counts from the resume's step: the call moved two of the experts that it had placed."""
+    called = rebalance_record(
+        step=0, action="called", decisions=(), placements={LAYERS[0]: ((0, 3), (2, 1), (4, 5), (6, 7))}
+    )
+    records = (run_record(), step_record(10), run_on_four(), called, resume(10), step_record(20))
+    assert [row.num_moved for row in view(*records).rebalances] == [2]
+    assert histories(records)[LAYERS[0]].changes == (Placed(0, AT_FIRST),)
+
+
+def test_a_fine_tune_moves_from_its_checkpoint_on() -> None:
+    loaded = resume(1000, **{LAYERS[0]: MOVED, LAYERS[1]: AT_FIRST})
+    (layer, _) = view(run_record(), loaded, step_record(1010)).layers
+    assert (layer.first_slots, layer.first_step, layer.last_slots) == (MOVED, 1000, MOVED)
+
+
+def test_a_checkpoint_loaded_at_the_end_places_no_earlier_record() -> None:
+    best = resume(10, **{LAYERS[0]: AT_FIRST})
+    records = (run_record(), step_record(10), rebalance_record(step=10), step_record(20), best)
+    assert histories(records)[LAYERS[0]].changes == (Placed(0, AT_FIRST), Placed(10, MOVED), Placed(20, AT_FIRST))
+
+
+def test_another_model_in_the_directory() -> None:
+    """Without a step of it yet, the run before is shown; with one, nothing of the run before."""
+    other = run_record(
+        time=BEGAN + 500,
+        model="Other",
+        layers=tuple(of.model_copy(update={"num_experts": 4, "expert_of_slot": ((0, 1), (2, 3))}) for of in RUN.layers),
+    )
+    before = view(RUN, step_record(10), other)
+    assert dict(before.facts)["Model"].startswith("Qwen3MoeForCausalLM")
+    assert [layer.num_experts for layer in before.layers] == [8, 8]
+    assert any("has no step yet; the one before it is shown" in each.text for each in before.advice)
+    small = tuple(of.model_copy(update={"load": (100, 200, 300, 424)}) for of in step_record(1010).layers)
+    loaded = resume(1000, **dict.fromkeys(LAYERS, ((0, 1), (2, 3))))
+    after = view(RUN, step_record(10), other, loaded, step_record(1010, layers=small))
+    assert [(layer.steps, layer.num_experts) for layer in after.layers] == [((1010,), 4)] * 2
+    assert after.lines["loss"][0].steps == (1010,)
+    assert any("is of other layers or experts, and left out" in each.text for each in after.advice)
+
+
+def test_a_timeline_is_of_the_hosts_that_ran_it() -> None:
+    elsewhere = run_record(time=BEGAN + 50, node_of_rank=("c",) * 4)
+    events = RunEvents((run_record(), step_record(10), elsewhere, resume(10), step_record(20)))
+    for step, node in ((10, "node-a"), (20, "c")):
+        timeline = timeline_record(step)
+        shown = view_of(events, name="run", timeline=timeline, timeline_steps=(step,))
+        assert shown.step is not None
+        assert shown.step.ranks[0].node == node
 
 
 def test_headline(whole: RunView) -> None:
     figures = {name: (value, beside) for name, value, beside in headline(whole)}
-    assert figures["Tokens per second"] == ("2,050", "median")
+    assert figures["Tokens per second"] == ("2,050", "median, pauses left out")
     assert figures["Wire bytes"][0] == "1.12\N{MULTIPLICATION SIGN}"
     assert figures["Exposed communication"][0] == "16 %"
     assert figures["Experts moved"] == ("2", "at 1 step")
+
+
+def test_attention_is_told_beside_the_layers() -> None:
+    attention = AttentionStep(wire_bytes=1_500_000, exposed_seconds=0.25, exposed_fraction=0.05)
+    shown = view(run_record(), *(step_record(step, attention=attention) for step in (10, 20)))
+    assert [(line.name, line.values) for line in shown.lines["exposed"]] == [
+        ("MoE layers", (0.16, 0.16)),
+        ("attention", (0.05, 0.05)),
+    ]
+    assert "Attention over shared sequences sent 3.00 MB besides." in page(shown)
+    assert ("Exposed communication", "16 %", "of time; attention's 5.0 %") in headline(shown)
 
 
 def test_timeline_adds_up(whole: RunView) -> None:
@@ -129,10 +256,27 @@ def test_timeline_adds_up(whole: RunView) -> None:
 def test_columns_of_the_heatmap_are_stretches_of_steps() -> None:
     (layer, _) = view(run_record(), *(step_record(step) for step in (10, 20, 50))).layers
     across, columns = heatmap_columns(layer)
-    known = np.isfinite(columns).all(axis=1)
-    assert (across.low, across.high) == (-10.0, 50.0) or (across.low, across.high) == (0.0, 50.0)
-    assert known.sum() == 3
-    assert np.nanmean(columns, axis=1)[known] == pytest.approx(1.0)
+    assert (across.low, across.high) == (0.0, 50.0)
+    assert columns[[0, 1, 4]] == pytest.approx(layer.relative_loads)  # each record fills its own ten steps
+    assert np.isnan(columns[[2, 3]]).all()
+
+
+def test_a_record_fills_the_columns_that_it_covers() -> None:
+    """Stretches of 10 steps up to 45: nine of 5 steps, as the median record is; the last record covers two of them."""
+    lengths = {5: 5, 10: 5, 15: 5, 20: 5, 25: 5, 35: 10, 45: 10}
+    records = [step_record(step, num_steps=length) for step, length in lengths.items()]
+    (layer, _) = view(run_record(), *records).layers
+    across, columns = heatmap_columns(layer)
+    assert (across.low, across.high, len(columns)) == (0.0, 45.0, 9)
+    assert columns == pytest.approx(layer.relative_loads[[0, 1, 2, 3, 4, 5, 5, 6, 6]])
+
+
+def test_columns_of_a_long_run_add_its_records_up() -> None:
+    records = [step_record(step) for step in range(10, 1930, 10)]
+    (layer, _) = view(run_record(), *records).layers
+    _, columns = heatmap_columns(layer)
+    pairs = layer.loads.reshape(96, 2, 8).sum(axis=1)
+    assert columns == pytest.approx(pairs / pairs.mean(axis=1, keepdims=True))
 
 
 @pytest.mark.parametrize(
@@ -156,7 +300,18 @@ def test_uneven_load_is_told_with_what_to_do(config: dict[str, Any], word: str) 
 def test_one_expert_alone_cannot_be_evened_out() -> None:
     hot = step_record(10).layers[0].model_copy(update={"load": (1000, 100, 100, 100, 100, 100, 100, 100)})
     (each, *_) = view(run_record(ds_config=configured()), step_record(10, layers=(hot,))).advice
-    assert "Expert 0 alone has 1.18\N{MULTIPLICATION SIGN} of a rank's fair share" in each.text
+    assert "Expert 0 has 4.71\N{MULTIPLICATION SIGN} the mean expert's tokens" in each.text  # 1000 / (1700 / 8)
+    assert "below 1.53\N{MULTIPLICATION SIGN}" in each.text  # it and the three lightest: 1300 / (1700 / 2)
+
+
+def test_a_hot_expert_among_others_can_be_relieved() -> None:
+    """The busiest rank has 1550 of 1700 / 2; with the three lightest beside the hot expert it has 1150."""
+    loads = (1000, 250, 250, 50, 50, 50, 50, 0)
+    hot = step_record(10).layers[0].model_copy(update={"load": loads})
+    (each, *_) = view(run_record(ds_config=configured()), step_record(10, layers=(hot,))).advice
+    assert "the busiest rank gets 1.82\N{MULTIPLICATION SIGN} the mean" in each.title
+    assert "rebalance.enabled = true" in each.text
+    assert "A placement could reach 1.29\N{MULTIPLICATION SIGN} at best" in each.text
 
 
 def test_what_else_is_told() -> None:
@@ -166,11 +321,6 @@ def test_what_else_is_told() -> None:
     assert titles(quiet, step_record(10, **(calm | {"exposed_fraction": 0.3}))) == ["Exposed communication takes 30 %"]
     assert titles(quiet, step_record(10, loss=math.nan, **calm)) == ["The loss is not a number from step 10 on"]
     assert titles(quiet) == ["No step was recorded"]
-    far = calm["layers"][0].model_copy(update={"wire_bytes": {"alltoall": 2_040_000}, "mode": "alltoall"})
-    times = "\N{MULTIPLICATION SIGN}"
-    assert titles(quiet, step_record(10, **(calm | {"layers": (far,)}))) == [
-        f"{LAYERS[1]} sends 2.40{times} the lower bound"
-    ]
     silent = calm["layers"][0].model_copy(update={"load": (0, 100, 100, 100, 100, 100, 100, 100)})
     assert titles(quiet, step_record(10, **(calm | {"layers": (silent,)}))) == [
         f"{LAYERS[1]}: 1 expert got no token lately"
@@ -193,6 +343,42 @@ def test_what_else_is_told() -> None:
     ]  # from 3 GB after a quarter to 8 GB
     assert titles(quiet, *fat) == ["Host memory keeps growing"]
     assert titles(run_record(ds_config={}, node_of_rank=("a",) * 4), step_record(10, **calm)) == ["Watch it live"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "named", "is_told"),
+    [
+        ("alltoall", "alltoall", True),
+        ("allgather", "allgather", True),
+        ("two_stage", "two_stage", True),
+        ("two_stage", "auto", True),
+        ("alltoall", "auto", False),
+        ("hierarchical", "hierarchical", False),
+        ("replicated", "replicated", False),
+    ],
+)
+def test_bytes_that_another_mode_would_save_are_told(mode: str, named: str, is_told: bool) -> None:
+    layer = step_record(40).layers[1].model_copy(update={"wire_bytes": {mode: 2_040_000}, "mode": mode})
+    run = run_record(ds_config=configured(dispatch={"mode": named}))
+    found = titles(run, step_record(10, exposed_fraction=0.0, layers=(layer,)))
+    assert found == [f"{LAYERS[1]} sends 2.40\N{MULTIPLICATION SIGN} the lower bound"] * is_told
+
+
+@pytest.mark.parametrize(
+    ("group", "named", "is_told"),
+    [
+        ((0, 1), "two_stage", False),
+        ((0, 2), "two_stage", True),
+        ((0, 2), "auto", False),
+        ((0, 2), "hierarchical", False),
+    ],
+)
+def test_hierarchical_is_for_groups_over_nodes(group: tuple[int, int], named: str, is_told: bool) -> None:
+    groups = ExpertGroups(ep_size=2, ep_groups=(group,), edp_groups=())
+    run = run_record(ds_config=configured(dispatch={"mode": named}), expert_groups=(groups,))
+    layers = step_record(40).layers[1:]
+    (waiting,) = view(run, step_record(10, exposed_fraction=0.3, layers=layers)).advice
+    assert ("dispatch.mode = hierarchical" in waiting.text) == is_told
 
 
 def test_dry_runs_and_refusals_are_rows() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections.abc import Iterator
@@ -52,10 +53,48 @@ def test_shown_whole(page: Page, report: Path, width: int, dark: bool) -> None:
     assert seen.shape[1] == width
     ground = np.median(seen.reshape(-1, 3), axis=0).mean()
     assert (ground < 60) if dark else (ground > 220)
-    for name in page.evaluate("[...document.querySelectorAll('main > section')].map(section => section.id)"):
-        box = page.evaluate(f"document.getElementById({name!r}).getBoundingClientRect().toJSON()")
-        top, bottom = round(box["y"] + page.evaluate("scrollY")), round(box["y"] + box["height"])
-        assert len(np.unique(seen[top:bottom].reshape(-1, 3), axis=0)) > 20, f"{name} is blank"
+    assert page.evaluate("document.querySelectorAll('main > section').length") == 8
+    inside = {selector: boxes(page, selector) for selector in DRAWN}
+    page.evaluate(f"document.querySelectorAll({', '.join(DRAWN)!r}).forEach(part => part.style.opacity = 0)")
+    page.evaluate("document.querySelectorAll('.chips li').forEach(part => part.style.background = 'none')")
+    without = pixels(page.screenshot())
+    assert without.shape == seen.shape
+    for selector, places in {**inside, ".chips li": boxes(page, ".chips li")}.items():
+        assert len(places) == DRAWN.get(selector, 8), selector
+        for place, is_in_view in places:
+            if is_in_view:
+                drawn = (seen[place] != without[place]).any(axis=2)
+                assert drawn.sum() > LEAST_DRAWN, f"{selector} is blank at {place}"
+
+
+DRAWN = {
+    ".line path": 5,
+    "image.cells": 2,
+    "rect.kind-experts.span": 16,
+    "rect.waiting": 40,
+    "rect.sent": 2,
+    "td.draw circle": 2,
+    ".scale-bar": 1,
+}
+"""What is drawn without a letter, and how often."""
+
+LEAST_DRAWN = 12
+"""Pixels of the smallest of these: a wait of half a millisecond."""
+
+
+def boxes(page: Page, selector: str) -> list[tuple[tuple[slice, slice], bool]]:
+    """Rows and columns of the whole page's picture that the elements take, and whether no box has to be scrolled."""
+    found = page.evaluate(f"""[...document.querySelectorAll({selector!r})].filter(part => part.checkVisibility()).map(
+        part => {{ const box = part.getBoundingClientRect();
+            const frame = (part.closest(".scroll") ?? document.body).getBoundingClientRect();
+            return [box.top + scrollY, box.bottom + scrollY, box.left, box.right, frame.right]; }})""")
+    return [
+        (
+            (slice(math.floor(top) - 1, math.ceil(bottom) + 1), slice(math.floor(left) - 1, math.ceil(right) + 1)),
+            right <= edge,
+        )
+        for top, bottom, left, right, edge in found
+    ]
 
 
 def test_elements(page: Page, report: Path) -> None:
@@ -75,7 +114,7 @@ def test_elements(page: Page, report: Path) -> None:
     assert count("#timeline rect.waiting") == 4 * 10
     assert count("#bytes .bar-row") == 2
     assert count("#rebalances tbody tr") == 1
-    assert count("#placement .chip.came") == 2
+    assert count("#placement .chips .came") == 2
     assert count("svg[role=img]:not([aria-label])") == 0
     assert page.evaluate("[...document.querySelectorAll('#load image')].every(image => image.getBBox().width > 100)")
 

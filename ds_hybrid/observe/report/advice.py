@@ -13,12 +13,16 @@ from ds_hybrid.observe.events import RunRecord, StepRecord
 from ds_hybrid.observe.report.scales import in_bytes, in_percent, in_seconds, significant, times
 from ds_hybrid.observe.report.view import Advice, LayerView, StepView, mean
 from ds_hybrid.observe.run_directory import RunEvents
+from ds_hybrid.rebalance.algorithms import lower_bound
 
 UNEVEN: Final = 1.3
 """The busiest rank's load over the mean, from which on it is worth doing something."""
 
 EXPOSED: Final = 0.15
 """The part of the ranks' time spent waiting for messages, from which on it is worth doing something."""
+
+NEAR_BEST: Final = 1.1
+"""That load over the least that any placement reaches, below which moving experts is not worth naming."""
 
 FAR_FROM_BOUND: Final = 1.5
 """Wire bytes over the lower bound, likewise."""
@@ -45,7 +49,7 @@ def advice_for(events: RunEvents, layers: Sequence[LayerView], step: StepView | 
         *_about_rebalancer(events),
         *_about_load(layers, run),
         *_about_waiting(events.steps, layers, run),
-        *_about_bytes(layers),
+        *_about_bytes(layers, run),
         *_about_dispatchers(events),
         *_about_silent_experts(layers),
         *_about_speed(events.steps),
@@ -107,25 +111,26 @@ def _about_load(layers: Sequence[LayerView], run: RunRecord) -> list[Advice]:
     worst = max(uneven, key=lambda layer: layer.late_spread())
     others = f"; {len(uneven)} of {len(layers)} layers are above {times(UNEVEN)}" if len(uneven) > 1 else ""
     title = f"{worst.name}: the busiest rank gets {times(worst.late_spread())} the mean"
-    loads = worst.late_loads()
-    fair = loads.sum() / len(worst.last_slots)
-    if loads.max() > fair:
+    loads, num_ranks = worst.late_loads().astype(np.float64), len(worst.last_slots)
+    best = lower_bound(loads, num_ranks) * num_ranks / float(loads.sum())
+    if worst.late_spread() < NEAR_BEST * best:
         text = (
-            f"Expert {int(loads.argmax())} alone has {times(float(loads.max() / fair))} of a rank's fair share, so no "
-            f"placement can even it out{others}. Raise the balance loss, or take a smaller expert-parallel size."
+            f"Expert {int(loads.argmax())} has {times(float(loads.max() / loads.mean()))} the mean expert's tokens: no "
+            f"placement brings the busiest rank below {times(best)}{others}. Raise the balance loss, or take a smaller "
+            "expert-parallel size."
         )
         return [Advice("advice", title, text)]
     config = _ours(run, "rebalance")
     if not config.get("enabled"):
-        text = "Switch rebalancing on: ds_hybrid.rebalance.enabled = true moves experts when it pays"
+        text = "Switch rebalancing on: ds_hybrid.rebalance.enabled = true moves experts when it pays."
     elif config.get("dry_run"):
-        text = "Rebalancing only tells what it would do: set ds_hybrid.rebalance.dry_run = false"
+        text = "Rebalancing only tells what it would do: set ds_hybrid.rebalance.dry_run = false."
     else:
         text = (
             "Rebalancing is on, and what it decided is below. Look more often (a smaller rebalance.interval, or "
-            "rebalance.threshold), or raise the balance loss"
+            "rebalance.threshold), or raise the balance loss."
         )
-    return [Advice("advice", title, f"{text}{others}.")]
+    return [Advice("advice", title, f"{text} A placement could reach {times(best)} at best{others}.")]
 
 
 def _about_waiting(steps: Sequence[StepRecord], layers: Sequence[LayerView], run: RunRecord) -> list[Advice]:
@@ -141,20 +146,25 @@ def _about_waiting(steps: Sequence[StepRecord], layers: Sequence[LayerView], run
         ideas.append("try ds_hybrid.dispatch.overlap_chunks = 2, so that one part travels while another computes")
     if dispatch.get("wire_dtype", "auto") == "auto" and run.device != "cpu":
         ideas.append("try dispatch.wire_dtype = fp8_e4m3, half the bytes on the way out")
-    if len(set(run.node_of_rank)) > 1 and not any(layer.mode == "hierarchical" for layer in layers):
-        ideas.append("try dispatch.mode = hierarchical where nodes are joined by slow links")
+    named = dispatch.get("mode", "auto")
+    if named not in ("auto", "hierarchical") and any(_spans_nodes(layer, run) for layer in layers):
+        ideas.append("try dispatch.mode = hierarchical if nodes are joined by slow links")
     if not ideas:
         ideas.append(f"with overlap_chunks = {chunks} already, larger micro-batches give it more to hide behind")
     text = "; ".join(ideas)
     return [Advice("advice", f"Exposed communication takes {in_percent(late)}", f"{text[0].upper()}{text[1:]}.")]
 
 
-def _about_bytes(layers: Sequence[LayerView]) -> list[Advice]:
-    far = [layer for layer in layers if layer.wire.ratio >= FAR_FROM_BOUND and layer.mode != "replicated"]
+def _about_bytes(layers: Sequence[LayerView], run: RunRecord) -> list[Advice]:
+    """Of the modes that can do with fewer bytes: two_stage, and by a name in the config alltoall and allgather. What
+    ``auto`` takes is predicted to be quicker, whatever it sends."""
+    named = _ours(run, "dispatch").get("mode", "auto")
+    wasteful = {"two_stage"} if named == "auto" else {"two_stage", "alltoall", "allgather"}
+    far = [layer for layer in layers if layer.wire.ratio >= FAR_FROM_BOUND and layer.wire.by_mode.keys() <= wasteful]
     if not far:
         return []
     worst = max(far, key=lambda layer: layer.wire.ratio)
-    used = ", ".join(sorted({layer.mode for layer in far}))
+    used = ", ".join(sorted({mode for layer in far for mode in layer.wire.by_mode}))
     text = (
         f"{len(far)} of {len(layers)} layers send at least {times(FAR_FROM_BOUND)} what has to cross, with {used}. "
         + (
@@ -240,6 +250,11 @@ def _about_monitors(run: RunRecord) -> list[Advice]:
         "loss, load and bytes while the run goes on."
     )
     return [Advice("note", "Watch it live", text)]
+
+
+def _spans_nodes(layer: LayerView, run: RunRecord) -> bool:
+    nodes = run.node_of_rank
+    return len({nodes[rank] for rank in layer.group if rank < len(nodes)}) > 1
 
 
 def _late(steps: Sequence[StepRecord]) -> Sequence[StepRecord]:

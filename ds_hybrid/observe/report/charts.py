@@ -9,15 +9,19 @@ import numpy as np
 
 from ds_hybrid.observe.events import WAIT, Span
 from ds_hybrid.observe.report.markup import Markup, element, percent
-from ds_hybrid.observe.report.pixels import picture, scale_colours
+from ds_hybrid.observe.report.palette import kind_class
+from ds_hybrid.observe.report.pixels import picture, place_of, scale_colours
 from ds_hybrid.observe.report.plot import frame, mark_lines, x_labels
 from ds_hybrid.observe.report.scales import TIMES, Axis, axis, in_bytes, in_percent, in_seconds, times
-from ds_hybrid.observe.report.view import KINDS, FloatArray, LayerView, RankTimeline, StepView, spread
+from ds_hybrid.observe.report.view import FloatArray, LayerView, RankTimeline, StepView, relative, spread
 from ds_hybrid.observe.trace import COMMUNICATION
 
 _MOST_COLUMNS: Final = 96
 _MOST_SPANS: Final = 8000
 _LANE: Final = 34
+_LEAST_WIDTH: Final = 650
+_MOST_WIDTH: Final = 8000
+_WIDTH_OF_A_SPAN: Final = 3
 
 
 def highest_load(layers: Sequence[LayerView]) -> float:
@@ -53,7 +57,7 @@ def load_heatmap(layer: LayerView, *, highest: float) -> Markup:
     hottest = int(loads.argmax())
     return frame(
         image,
-        element("text", "expert", x="0", dx=-8, y="0", dy=-6, class_="axis-name", text_anchor="end"),
+        element("text", "expert", x="0", dx=-8, y="0", dy=-9, class_="axis-name", text_anchor="end"),
         *labels,
         x_labels(across, name="optimizer step"),
         mark_lines(layer.marks, across),
@@ -68,12 +72,16 @@ def load_scale(highest: float) -> Markup:
     """The colours of the heatmaps and what they mean."""
     colours = ", ".join(f"rgb({red} {green} {blue})" for red, green, blue in scale_colours(8))
     bar = element("div", class_="scale-bar", style=f"background: linear-gradient(90deg, {colours})")
-    ticks = [("0", 0.0), ("mean", 1 / highest), (f"{highest:.0f}{TIMES} and more", 1.0)]
+    between = [(f"{value}{TIMES}", value) for value in (2, 4) if place_of(value, highest) < 0.6]
+    ticks = [("0", 0), ("mean", 1), *between, (f"{highest:.0f}{TIMES} and more", highest)]
     labels = [
         element(
-            "span", text, style=f"left: {percent(at)}", class_="first" if at == 0 else "last" if at == 1 else "middle"
+            "span",
+            text,
+            style=f"left: {percent(float(place_of(value, highest)))}",
+            class_="first" if value == 0 else "last" if value == highest else "middle",
         )
-        for text, at in ticks
+        for text, value in ticks
     ]
     return element(
         "div",
@@ -86,19 +94,17 @@ def load_scale(highest: float) -> Markup:
 
 
 def heatmap_columns(layer: LayerView) -> tuple[Axis, FloatArray]:
-    """The axis of steps and [columns, E] relative loads of equal stretches of it."""
-    steps = np.asarray(layer.steps, dtype=np.float64)
-    apart = float(np.median(np.diff(steps))) if len(steps) > 1 else max(float(steps[-1]), 1.0)
-    low, high = float(steps[0]) - apart, float(steps[-1])
-    count = min(_MOST_COLUMNS, max(1, round((high - low) / apart)))
-    place = np.minimum(((steps - apart / 2 - low) / (high - low) * count).astype(int), count - 1)
-    columns = np.full((count, layer.num_experts), np.nan)
-    for column in np.unique(place):
-        pairs = layer.loads[place == column].sum(axis=0)
-        if pairs.any():
-            columns[column] = pairs / pairs.mean()
-    shown = axis([low, high], num_ticks=5, whole=True)
-    return shown, columns
+    """The axis of steps and [columns, E] relative loads of equal stretches of it.
+
+    A record counts for all the steps that it covers, in equal parts; a stretch without any is NaN.
+    """
+    ends, lengths = np.asarray(layer.steps, dtype=np.float64), np.asarray(layer.num_steps, dtype=np.float64)
+    low, high = float(ends[0] - lengths[0]), float(ends[-1])
+    count = min(_MOST_COLUMNS, max(1, round((high - low) / float(np.median(lengths)))))
+    edges = np.linspace(low, high, count + 1)
+    common = np.minimum(edges[1:, None], ends) - np.maximum(edges[:-1, None], ends - lengths)
+    columns = relative(np.maximum(common, 0.0) / lengths @ layer.loads)
+    return axis([low, high], num_ticks=5, whole=True), columns
 
 
 def bytes_bars(layers: Sequence[LayerView]) -> Markup:
@@ -148,7 +154,8 @@ def timeline(step: StepView) -> Markup:
     """A lane for each rank: what it computes above, what it exchanges below; hatched while it stood still."""
     ranks = drawn_ranks(step)
     milliseconds = 1e3 * step.seconds or 1.0
-    ticks = axis([0.0, milliseconds], num_ticks=8, from_zero=True).ticks
+    width = min(max(_LEAST_WIDTH, _WIDTH_OF_A_SPAN * max(len(rank.of_layers) for rank in ranks)), _MOST_WIDTH)
+    ticks = axis([0.0, milliseconds], num_ticks=max(8, width // 140), from_zero=True).ticks
     across = Axis(0.0, milliseconds, tuple(tick for tick in ticks if tick <= milliseconds))
     plot = frame(
         _hatch(),
@@ -171,8 +178,15 @@ def timeline(step: StepView) -> Markup:
     ]
     return element(
         "div",
-        element("ol", *names, class_="lane-names", style=f"--lane: {_LANE}px"),
-        element("div", plot, class_="scroll", tabindex="0", role="group", aria_label="Timeline, scrolls sideways"),
+        element("ol", *names, class_="lane-names", style=f"--lane-height: {_LANE}px"),
+        element(
+            "div",
+            element("div", plot, style=f"min-width: {width}px"),
+            class_="scroll",
+            tabindex="0",
+            role="group",
+            aria_label="Timeline, scrolls sideways",
+        ),
         class_="timeline",
     )
 
@@ -229,11 +243,6 @@ def _hatch() -> Markup:
     )
 
 
-def kind_class(name: str) -> str:
-    """The class of a span's colour."""
-    return f"kind-{name.replace('_', '-')}" if name in KINDS else "kind-other"
-
-
 def placement_grid(layer: LayerView, nodes: Sequence[str]) -> Markup:
     """A box for each rank, by node, with its experts; those that came since the start are outlined."""
     loads = layer.late_loads().astype(np.float64)
@@ -243,7 +252,7 @@ def placement_grid(layer: LayerView, nodes: Sequence[str]) -> Markup:
         rank = layer.group[place] if layer.group else place
         node = nodes[rank] if rank < len(nodes) else ""
         share = float(loads[list(experts)].sum() / total * len(layer.last_slots)) if total else float("nan")
-        stayed = set(layer.first_slots[place]) if place < len(layer.first_slots) else set(experts)
+        stayed = set(layer.first_slots[place])
         chips = [
             _chip(expert, loads[expert] / mean_expert if total else 0.0, expert not in stayed) for expert in experts
         ]
@@ -262,9 +271,9 @@ def placement_grid(layer: LayerView, nodes: Sequence[str]) -> Markup:
 
 
 def _chip(expert: int, load: float, came: bool) -> Markup:
-    title = f"expert {expert}: {times(load)} the mean load" + (", moved here" if came else "")
-    bar = element("i", style=f"height: {percent(min(load / 4, 1.0))}")
-    return element("li", bar, element("span", str(expert)), class_="chip came" if came else "chip", title=title)
+    title = f"{times(load)} the mean" + (", moved here" if came else "")
+    filled = f"--load: {min(25 * load, 100.0):.0f}%"
+    return element("li", str(expert), style=filled, class_="came" if came else None, title=title)
 
 
 def dumbbell(before: float, after: float, *, highest: float) -> Markup:

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from ds_hybrid.observe.events import (
     DispatcherRecord,
     LayerFacts,
     LayerStep,
-    RebalanceRecord,
+    Record,
     ResumeRecord,
     RunRecord,
     StepRecord,
     TimelineRecord,
 )
 from ds_hybrid.observe.report.advice import advice_for
+from ds_hybrid.observe.report.placements import LayerHistory, histories
 from ds_hybrid.observe.report.plot import Line, Mark
 from ds_hybrid.observe.report.scales import in_percent, in_seconds, significant, times
 from ds_hybrid.observe.report.view import (
@@ -32,11 +32,8 @@ from ds_hybrid.observe.report.view import (
     StepView,
     WireView,
     mean,
-    spread,
 )
 from ds_hybrid.observe.run_directory import RunEvents
-
-Slots = tuple[tuple[int, ...], ...]
 
 _OUTCOMES: Final = {
     "moved": "moved",
@@ -58,57 +55,52 @@ def view_of(events: RunEvents, *, name: str, timeline: TimelineRecord | None, ti
         timeline: of the step that is to be drawn.
         timeline_steps: all steps that have a timeline.
     """
-    run, places = events.runs[-1], placements(events)
-    records = _loaded(events.steps)
+    events = settled(events)
+    run, places, records = events.runs[-1], histories(events.records), _loaded(events.steps)
     layers = tuple(
         _layer_view(facts, records[facts.name], events, run, places[facts.name])
         for facts in run.layers
         if facts.name in records
     )
-    step = None if timeline is None else _step_view(timeline, run, timeline_steps)
+    step = None if timeline is None else _step_view(timeline, events.run_of(timeline.step), timeline_steps)
     return RunView(
         name=name,
         facts=_facts(events),
         lines=_lines(events.steps),
         layers=layers,
-        rebalances=_rebalances(events, places),
+        rebalances=_rebalances(events, places, layers),
         num_looks=sum(record.action != "called" for record in events.rebalances),
         marks=_all_marks(events),
         nodes=run.node_of_rank,
+        attention_bytes=sum(record.attention.wire_bytes for record in events.steps if record.attention is not None),
         step=step,
         advice=advice_for(events, layers, step),
     )
 
 
-def placements(events: RunEvents) -> dict[str, list[tuple[int, Slots]]]:
-    """For each layer, from which step on its experts are where."""
-    found: dict[str, dict[int, Slots]] = {}
-    for record in events.records:
-        changed: Mapping[str, Slots] = {}
-        if isinstance(record, RunRecord):
-            changed = {layer.name: layer.expert_of_slot for layer in record.layers}
-        elif isinstance(record, ResumeRecord | RebalanceRecord):
-            changed = record.placements
-        for layer, slots in changed.items():
-            found.setdefault(layer, {})[record.step] = slots
-    return {layer: _changes(sorted(since.items())) for layer, since in found.items()}
+def settled(events: RunEvents) -> RunEvents:
+    """Those of one model, without a start that nothing followed yet; what is left out is told as a warning."""
+    records, warnings = list(events.records), list(events.warnings)
+    starts = [place for place, record in enumerate(records) if isinstance(record, RunRecord)]
+    begun = any(isinstance(record, StepRecord | ResumeRecord) for record in records[starts[-1] :])
+    if not begun and any(isinstance(record, StepRecord) for record in records):
+        began = _date(records[starts[-1]].time)
+        warnings.append(f"the run that began in this directory at {began} has no step yet; the one before it is shown")
+        del records[starts.pop() :]
+    others = [place for place in starts if _experts(records[place]) != _experts(records[starts[-1]])]
+    if others:
+        first = starts[starts.index(others[-1]) + 1]
+        warnings.append(
+            f"what was written here before {_date(records[first].time)} is of other layers or experts, and left out"
+        )
+        del records[:first]
+    return RunEvents(tuple(records), tuple(warnings))
 
 
-def _changes(since: Sequence[tuple[int, Slots]]) -> list[tuple[int, Slots]]:
-    """Without what repeats the placement before it, as the record of a resume does."""
-    return [each for place, each in enumerate(since) if not place or each[1] != since[place - 1][1]]
-
-
-def _placed_during(since: Sequence[tuple[int, Slots]], first: int, last: int) -> Slots:
-    """Where experts were in most of the steps ``first`` + 1 to ``last``."""
-    starts = [max(step, first) for step, _ in since] + [last]
-    lasted = [max(min(after, last) - start, 0) for start, after in pairwise(starts)]
-    return since[int(np.argmax(lasted))][1] if any(lasted) else since[0][1]
-
-
-def rank_spread(load: Sequence[int] | npt.NDArray[np.int64], slots: Slots) -> float:
-    """The busiest rank's pairs over the ranks' mean, for ``load`` [E] and experts ``slots`` [P, E/P]."""
-    return spread(np.asarray(load)[np.asarray(slots)].sum(axis=1))
+def _experts(run: Record) -> dict[str, int]:
+    """How many each layer has."""
+    assert isinstance(run, RunRecord)
+    return {layer.name: layer.num_experts for layer in run.layers}
 
 
 def _loaded(steps: Sequence[StepRecord]) -> dict[str, list[tuple[StepRecord, LayerStep]]]:
@@ -126,26 +118,29 @@ def _layer_view(
     records: Sequence[tuple[StepRecord, LayerStep]],
     events: RunEvents,
     run: RunRecord,
-    since: Sequence[tuple[int, Slots]],
+    history: LayerHistory,
 ) -> LayerView:
-    name = facts.name
+    name, laid_out, last = facts.name, history.laid_out, history.changes[-1].slots
     groups = next(
-        (of.ep_groups for of in run.expert_groups if of.ep_size == len(since[0][1])),
+        (of.ep_groups for of in run.expert_groups if of.ep_size == len(last)),
         ((0,),) if run.world_size == 1 else (),
+    )
+    loads = np.array([layer.load for _, layer in records], dtype=np.int64)
+    steps, num_steps = (
+        np.array(each, dtype=np.int64) for each in zip(*((of.step, of.num_steps) for of, _ in records), strict=True)
     )
     return LayerView(
         name=name,
-        steps=tuple(record.step for record, _ in records),
-        loads=np.array([layer.load for _, layer in records], dtype=np.int64),
-        rank_spread=tuple(
-            rank_spread(layer.load, _placed_during(since, record.step - record.num_steps, record.step))
-            for record, layer in records
-        ),
+        steps=tuple(steps.tolist()),
+        num_steps=tuple(num_steps.tolist()),
+        loads=loads,
+        rank_spread=tuple(history.rank_spread(loads, steps - num_steps, steps).tolist()),
         wire=_wire([layer for _, layer in records], facts.top_k),
         mode=records[-1][1].mode,
         marks=_marks_of(name, events),
-        first_slots=since[0][1],
-        last_slots=since[-1][1],
+        first_slots=laid_out.slots,
+        first_step=laid_out.step,
+        last_slots=last,
         group=groups[0] if groups else (),
         num_groups=max(len(groups), 1),
     )
@@ -203,7 +198,10 @@ def _lines(steps: Sequence[StepRecord]) -> dict[str, tuple[Line, ...]]:
     lines = {
         "loss": (line("loss", lambda record: record.loss),),
         "tokens_per_second": (line("tokens per second", lambda record: record.tokens_per_second),),
-        "exposed": (line("exposed communication", lambda record: record.exposed_fraction),),
+        "exposed": (
+            line("MoE layers", lambda record: record.exposed_fraction),
+            line("attention", lambda record: record.attention.exposed_fraction if record.attention else None, 1),
+        ),
         "lower_bound_ratio": (line("bytes over the bound", lambda record: record.lower_bound_ratio),),
         "memory": (
             line("host, largest rank", lambda record: max(record.host_memory, default=None)),
@@ -219,15 +217,21 @@ def _busiest_links(record: StepRecord) -> float | None:
     return max((gpu.fraction for gpu in record.nvlink if gpu.fraction is not None), default=None)
 
 
-def _rebalances(events: RunEvents, places: Mapping[str, Sequence[tuple[int, Slots]]]) -> tuple[RebalanceView, ...]:
+def _rebalances(
+    events: RunEvents, places: Mapping[str, LayerHistory], layers: Sequence[LayerView]
+) -> tuple[RebalanceView, ...]:
+    views = {layer.name: layer for layer in layers}
+    order = {layer.name: number for number, layer in enumerate(events.runs[-1].layers)}
     gains = {(gain.layer, gain.moved_at): gain.measured for gain in events.gains}
     rows = []
-    for record in events.rebalances:
+    for number, record in enumerate(events.rebalances):
         decided = {decision.layer: decision for decision in record.decisions}
-        for layer in sorted({*record.placements, *(one.layer for one in record.decisions if one.num_moved)}):
+        told = {*record.placements, *(one.layer for one in record.decisions if one.num_moved)}
+        for layer in sorted(told, key=order.__getitem__):
             decision = decided.get(layer)
             moved = layer in record.placements
-            before, after = _measured(layer, record.step, events.steps, places[layer]) if moved else (None, None)
+            measures = moved and layer in views
+            before, after = _measured(record.step, views[layer], places[layer]) if measures else (None, None)
             outcome = _OUTCOMES[record.action]
             if decision is not None and not moved and not decision.pays:
                 outcome = "does not pay"
@@ -237,7 +241,7 @@ def _rebalances(events: RunEvents, places: Mapping[str, Sequence[tuple[int, Slot
                     layer=layer,
                     outcome=outcome,
                     reason=record.reason if decision is None else decision.reason,
-                    num_moved=_num_moved(record.step, places[layer]) if decision is None else decision.num_moved,
+                    num_moved=places[layer].num_moved.get(number, 0) if decision is None else decision.num_moved,
                     predicted_before=None if decision is None else decision.load_before,
                     predicted_after=None if decision is None else decision.load_after,
                     measured_before=before,
@@ -250,36 +254,19 @@ def _rebalances(events: RunEvents, places: Mapping[str, Sequence[tuple[int, Slot
     return tuple(rows)
 
 
-def _measured(
-    layer: str, step: int, steps: Sequence[StepRecord], since: Sequence[tuple[int, Slots]]
-) -> tuple[float | None, float | None]:
+def _measured(step: int, layer: LayerView, history: LayerHistory) -> tuple[float | None, float | None]:
     """The mean spread of the records on both sides of a move that lie whole between it and its neighbours."""
-    changes = [change for change, _ in since]
-    if step not in changes:
+    changes = history.changes
+    place = next((place for place, change in enumerate(changes) if place and change.step == step), None)
+    if place is None:
         return None, None
-    place = changes.index(step)
-    earliest, latest = changes[place - 1] if place else 0, changes[place + 1] if place + 1 < len(changes) else None
-    loads = [
-        (record.step - record.num_steps, record.step, of.load)
-        for record in steps
-        for of in record.layers
-        if of.name == layer and any(of.load)
-    ]
-    before = [load for first, last, load in loads if first >= earliest and last <= step]
-    after = [load for first, last, load in loads if first >= step and (latest is None or last <= latest)]
-    sides = (
-        (before[-_MOST_RECORDS_BESIDE_A_MOVE:], since[place - 1][1] if place else since[0][1]),
-        (after[:_MOST_RECORDS_BESIDE_A_MOVE], since[place][1]),
-    )
-    first, second = (mean([rank_spread(load, slots) for load in side]) if side else None for side, slots in sides)
-    return first, second
-
-
-def _num_moved(step: int, since: Sequence[tuple[int, Slots]]) -> int:
-    place = next((place for place, (change, _) in enumerate(since) if change == step), 0)
-    if not place:
-        return 0
-    return sum(len(set(new) - set(old)) for old, new in zip(since[place - 1][1], since[place][1], strict=True))
+    earliest = changes[place - 1].step
+    latest = changes[place + 1].step if place + 1 < len(changes) else math.inf
+    last = np.array(layer.steps)
+    first, spreads = last - np.array(layer.num_steps), np.array(layer.rank_spread)
+    before = spreads[(first >= earliest) & (last <= step)][-_MOST_RECORDS_BESIDE_A_MOVE:]
+    after = spreads[(first >= step) & (last <= latest)][:_MOST_RECORDS_BESIDE_A_MOVE]
+    return (mean(before.tolist()) if before.size else None), (mean(after.tolist()) if after.size else None)
 
 
 def _step_view(timeline: TimelineRecord, run: RunRecord, steps: Sequence[int]) -> StepView:
@@ -320,7 +307,7 @@ def _facts(events: RunEvents) -> tuple[tuple[str, str], ...]:
             if rebalance.get("enabled")
             else "off",
         ),
-        ("Began", f"{datetime.fromtimestamp(events.runs[0].time, UTC):%Y-%m-%d %H:%M} UTC"),
+        ("Began", _date(events.runs[0].time)),
         ("Training time", in_seconds(took)),
         ("Records", f"{len(events.steps)}, each of {_intervals(events.steps)}"),
     ]
@@ -328,6 +315,10 @@ def _facts(events: RunEvents) -> tuple[tuple[str, str], ...]:
         facts.append(("Resumed", ", ".join(f"at step {resume.step}" for resume in events.resumes)))
     facts.append(("Versions", ", ".join(f"{name} {version}" for name, version in run.versions.items())))
     return tuple((name, str(value)) for name, value in facts)
+
+
+def _date(time: float) -> str:
+    return f"{datetime.fromtimestamp(time, UTC):%Y-%m-%d %H:%M} UTC"
 
 
 def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -361,7 +352,7 @@ def headline(view: RunView) -> list[tuple[str, str, str]]:
         found.append(("Loss", significant(loss[-1], 4), f"from {significant(loss[0], 4)}" if len(loss) > 1 else ""))
     speed = _known(view, "tokens_per_second")
     if speed:
-        found.append(("Tokens per second", significant(float(np.median(speed))), "median"))
+        found.append(("Tokens per second", significant(float(np.median(speed))), "median, pauses left out"))
     ratio = _known(view, "lower_bound_ratio")
     if ratio:
         found.append(("Wire bytes", times(ratio[-1]), "the lower bound"))
@@ -370,12 +361,16 @@ def headline(view: RunView) -> list[tuple[str, str, str]]:
         found.append(("Busiest rank", times(float(np.nanmax(spreads))), "its layer's mean load"))
     exposed = _known(view, "exposed")
     if exposed:
-        found.append(("Exposed communication", in_percent(mean(exposed)), "of the ranks' time"))
+        in_attention = mean([value for line in view.lines["exposed"][1:] for value in line.values])
+        beside = (
+            f"of time; attention's {in_percent(in_attention)}" if math.isfinite(in_attention) else "of the ranks' time"
+        )
+        found.append(("Exposed communication", in_percent(mean(exposed)), beside))
     moves = [row for row in view.rebalances if row.measured_after is not None or row.outcome.startswith("moved")]
     if view.num_looks or moves:
         num_steps = len({row.step for row in moves})
         beside = f"at {num_steps} step{'' if num_steps == 1 else 's'}"
-        found.append(("Experts moved", str(sum(row.num_moved for row in moves)), beside))
+        found.append(("Experts moved", f"{sum(row.num_moved for row in moves):,}", beside))
     return found
 
 

@@ -10,26 +10,18 @@ from typing import Any, Final
 
 import numpy as np
 
+from ds_hybrid.observe.events import Span
 from ds_hybrid.observe.report.charts import drawn_ranks, heatmap_columns, highest_load
 from ds_hybrid.observe.report.page import LINE_CHARTS, SCALES
-from ds_hybrid.observe.report.pixels import scale_colours
+from ds_hybrid.observe.report.palette import COLOURS, SPANS
+from ds_hybrid.observe.report.pixels import place_of, scale_colours
+from ds_hybrid.observe.report.plot import MOST_MARK_LINES, Mark
 from ds_hybrid.observe.report.scales import times
 from ds_hybrid.observe.report.view import LayerView, RebalanceView, RunView, StepView
 from ds_hybrid.observe.trace import COMMUNICATION
 
-_COLOURS: Final = {
-    "router": "#e0a100",
-    "plan": "#8c6bb1",
-    "dispatch": "#1f6fb8",
-    "experts": "#1a8a66",
-    "combine": "#4fb3e8",
-    "attention_gather": "#c46a9b",
-    "kv_gather": "#c46a9b",
-}
-_OTHER: Final = "#9aa3b0"
-_WAITING: Final = "#c62828"
-_MARKS: Final = {"rebalance": "#c2410c", "dispatcher": "#6b4fa0"}
 _MOST_LAYERS: Final = 24
+_MOST_ROWS: Final = 48
 
 
 @dataclass(frozen=True)
@@ -60,6 +52,7 @@ def figures_of(view: RunView) -> list[FigureOf]:
     if sending:
         found.append(FigureOf("bytes", 9, 1.2 + 0.3 * len(sending), partial(_bytes, layers=sending)))
     moved = [row for row in view.rebalances if row.measured_before is not None and row.measured_after is not None]
+    moved = moved[-_MOST_ROWS:]
     if moved:
         found.append(FigureOf("rebalances", 9, 1.2 + 0.3 * len(moved), partial(_rebalances, rows=moved)))
     spread_out = [layer for layer in layers if len(layer.last_slots) > 1]
@@ -77,7 +70,7 @@ def _training(figure: Any, view: RunView, names: Sequence[str]) -> None:
             values = np.asarray(line.values) * SCALES.get(name, 1.0)
             axis.plot(line.steps, values, marker="." if len(line.steps) < 3 else "", label=line.name)
         for mark in view.marks:
-            axis.axvline(mark.step, color=_MARKS[mark.kind], linestyle=":", linewidth=1)
+            axis.axvline(mark.step, ymin=_mark_foot(view.marks), color=COLOURS[mark.kind].light, linewidth=1)
         axis.update_datalim([(view.lines[name][0].steps[0], value) for value in holds])
         axis.autoscale_view()
         axis.ticklabel_format(axis="y", useOffset=False)
@@ -89,10 +82,22 @@ def _training(figure: Any, view: RunView, names: Sequence[str]) -> None:
         axis.set_axis_off()
 
 
+def _mark_foot(marks: Sequence[Mark]) -> float:
+    """Where a mark's line begins: at the bottom, or of many marks near the top."""
+    return 0.0 if len(marks) <= MOST_MARK_LINES else 0.95
+
+
 def _colour_map() -> Any:
     from matplotlib.colors import ListedColormap
 
     return ListedColormap([tuple(channel / 255 for channel in colour) for colour in scale_colours()])
+
+
+def _norm(highest: float) -> Any:
+    """As :func:`ds_hybrid.observe.report.pixels.place_of` has it."""
+    from matplotlib.colors import PowerNorm
+
+    return PowerNorm(0.5, vmin=0, vmax=highest, clip=True)
 
 
 def _loads(figure: Any, layers: Sequence[LayerView]) -> None:
@@ -103,10 +108,11 @@ def _loads(figure: Any, layers: Sequence[LayerView]) -> None:
         across, columns = heatmap_columns(layer)
         extent = (across.low, across.high, layer.num_experts - 0.5, -0.5)
         image = axis.imshow(
-            columns.T, aspect="auto", cmap=_colour_map(), vmin=0, vmax=highest, extent=extent, interpolation="nearest"
+            columns.T, aspect="auto", cmap=_colour_map(), norm=_norm(highest), extent=extent, interpolation="nearest"
         )
         for mark in layer.marks:
-            axis.axvline(mark.step, color="white", linewidth=1.2, linestyle="-" if mark.kind == "rebalance" else ":")
+            line = "-" if mark.kind == "rebalance" else ":"
+            axis.axvline(mark.step, ymin=_mark_foot(layer.marks), color="white", linewidth=1.2, linestyle=line)
         axis.set_title(layer.name, fontsize="medium", loc="left")
         axis.set_xlabel("optimizer step")
         axis.set_ylabel("expert")
@@ -119,15 +125,14 @@ def _timeline(figure: Any, step: StepView) -> None:
     axis = figure.subplots()
     ranks = drawn_ranks(step)
     for row, rank in enumerate(ranks):
-        for span in rank.whole_model:
-            axis.broken_barh([(1e3 * span.start, 1e3 * span.seconds)], (row - 0.45, 0.1), color="#b9c0cb")
-        for span in rank.of_layers:
-            low = row + 0.05 if span.name in COMMUNICATION else row - 0.3
-            bar = [(1e3 * span.start, 1e3 * span.seconds)]
-            axis.broken_barh(bar, (low, 0.3), color=_COLOURS.get(span.name, _OTHER))
-        for span in rank.waits:
-            bar = [(1e3 * span.start, 1e3 * span.seconds)]
-            axis.broken_barh(bar, (row + 0.05, 0.3), facecolor="white", edgecolor=_WAITING, hatch="////", linewidth=0)
+        axis.broken_barh(_bars(rank.whole_model), (row - 0.45, 0.1), color=COLOURS["whole"].light)
+        for name in step.names:
+            low = row + 0.05 if name in COMMUNICATION else row - 0.3
+            bars = _bars([span for span in rank.of_layers if span.name == name])
+            axis.broken_barh(bars, (low, 0.3), color=_colour(name))
+        axis.broken_barh(
+            _bars(rank.waits), (row + 0.05, 0.3), facecolor="white", edgecolor=COLOURS["hatch"].light, hatch="////"
+        )
     axis.set_yticks(range(len(ranks)), [f"rank {rank.rank}\n{rank.node}" for rank in ranks], fontsize="small")
     axis.invert_yaxis()
     axis.set_xlabel("milliseconds since the step began")
@@ -135,17 +140,25 @@ def _timeline(figure: Any, step: StepView) -> None:
     axis.legend(handles=_timeline_keys(step), fontsize="small", ncols=8, loc="lower right", bbox_to_anchor=(1, 1))
 
 
+def _bars(spans: Sequence[Span]) -> list[tuple[float, float]]:
+    return [(1e3 * span.start, 1e3 * span.seconds) for span in spans]
+
+
+def _colour(span: str) -> str:
+    return COLOURS[span if span in SPANS else "other"].light
+
+
 def _timeline_keys(step: StepView) -> list[Any]:
     from matplotlib.patches import Patch
 
-    keys = [Patch(color=_COLOURS.get(name, _OTHER), label=name.replace("_", " ")) for name in step.names]
-    return [*keys, Patch(facecolor="white", edgecolor=_WAITING, hatch="////", label="waiting")]
+    keys = [Patch(color=_colour(name), label=name.replace("_", " ")) for name in step.names]
+    return [*keys, Patch(facecolor="white", edgecolor=COLOURS["hatch"].light, hatch="////", label="waiting")]
 
 
 def _bytes(figure: Any, layers: Sequence[LayerView]) -> None:
     axis = figure.subplots()
     rows = range(len(layers))
-    axis.barh(rows, [layer.wire.bytes_per_token for layer in layers], color=_COLOURS["dispatch"], label="sent")
+    axis.barh(rows, [layer.wire.bytes_per_token for layer in layers], color=COLOURS["dispatch"].light, label="sent")
     bounds = [layer.wire.lower_bound / layer.wire.num_tokens for layer in layers]
     axis.scatter(bounds, rows, marker="|", s=140, color="black", label="lower bound", zorder=3)
     for row, layer in enumerate(layers):
@@ -162,9 +175,9 @@ def _rebalances(figure: Any, rows: Sequence[RebalanceView]) -> None:
     axis = figure.subplots()
     places = range(len(rows))
     before, after = [row.measured_before for row in rows], [row.measured_after for row in rows]
-    axis.hlines(places, before, after, color="#56606f")
-    axis.scatter(before, places, color=_MARKS["rebalance"], label="before", zorder=3)
-    axis.scatter(after, places, color=_COLOURS["experts"], label="after", zorder=3)
+    axis.hlines(places, before, after, color=COLOURS["soft"].light)
+    axis.scatter(before, places, color=COLOURS["rebalance"].light, label="before", zorder=3)
+    axis.scatter(after, places, color=COLOURS["experts"].light, label="after", zorder=3)
     axis.set_yticks(places, [f"step {row.step}, {row.layer}" for row in rows], fontsize="small")
     axis.invert_yaxis()
     axis.set_xlabel("busiest rank's load over the mean")
@@ -176,10 +189,10 @@ def _placement(figure: Any, layers: Sequence[LayerView]) -> None:
     for axis, layer in zip(axes, layers, strict=False):
         slots = np.asarray(layer.last_slots)
         loads = layer.late_loads() / max(layer.late_loads().mean(), 1e-9)
-        axis.imshow(loads[slots], aspect="auto", cmap=_colour_map(), vmin=0, vmax=highest_load(layers))
+        axis.imshow(loads[slots], aspect="auto", cmap=_colour_map(), norm=_norm(highest_load(layers)))
         if slots.size <= 128:
             for (rank, slot), expert in np.ndenumerate(slots):
-                dark = loads[expert] < highest_load(layers) / 2
+                dark = float(place_of(loads[expert], highest_load(layers))) < 0.6
                 colour = "white" if dark else "black"
                 axis.text(slot, rank, str(expert), ha="center", va="center", color=colour, fontsize="small")
         names = [str(layer.group[place] if layer.group else place) for place in range(len(slots))]

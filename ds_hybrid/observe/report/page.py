@@ -10,6 +10,8 @@ from typing import Final
 from ds_hybrid.observe.report import charts
 from ds_hybrid.observe.report.digest import headline
 from ds_hybrid.observe.report.markup import Markup, element, join
+from ds_hybrid.observe.report.palette import kind_class, stylesheet
+from ds_hybrid.observe.report.placements import moved_between
 from ds_hybrid.observe.report.plot import Line, legend, line_chart
 from ds_hybrid.observe.report.scales import DASH, TIMES, in_bytes, in_percent, in_seconds, significant, times
 from ds_hybrid.observe.report.view import LayerView, RankTimeline, RebalanceView, RunView, StepView
@@ -17,6 +19,7 @@ from ds_hybrid.observe.report.view import LayerView, RankTimeline, RebalanceView
 _MOST_OPEN_LAYERS: Final = 12
 _MOST_BARS: Final = 24
 _MOST_ROWS: Final = 200
+_MOST_OPEN_ROWS: Final = 24
 _SEVERITIES: Final = {"problem": ("Problem", "problem"), "advice": ("Advice", "advice-item"), "note": ("Note", "note")}
 
 LINE_CHARTS: Final[dict[str, tuple[str, Callable[[float], str], tuple[float, ...]]]] = {
@@ -55,6 +58,7 @@ def page(view: RunView) -> str:
     footer = element("footer", "Written by ds_hybrid report from the run's own records. Times are as measured there.")
     resources = files("ds_hybrid.observe.report")
     style, script = (Markup((resources / name).read_text(encoding="utf-8")) for name in ("report.css", "report.js"))
+    style = join(Markup(stylesheet()), style)
     head = element(
         "head",
         element("meta", charset="utf-8"),
@@ -138,7 +142,7 @@ def _signs(view: RunView) -> Markup | None:
 
 def _load(view: RunView) -> Markup:
     if not view.layers:
-        return _empty("No record has expert counts yet.")
+        return _empty("No MoE layer has a record.")
     highest = charts.highest_load(view.layers)
     cards = [_load_card(layer, highest) for layer in view.layers]
     rest = cards[_MOST_OPEN_LAYERS:]
@@ -151,14 +155,15 @@ def _load(view: RunView) -> Markup:
         charts.load_scale(highest),
         _signs(view),
         element("div", *cards[:_MOST_OPEN_LAYERS], class_="cards"),
-        element(
-            "details",
-            element("summary", f"{len(rest)} more layers"),
-            element("div", *rest, class_="cards"),
-        )
-        if rest
-        else None,
+        _more([element("div", *rest, class_="cards")] if rest else [], count=len(rest)),
     )
+
+
+def _more(layers: Sequence[Markup], count: int | None = None) -> Markup | None:
+    """Layers that are shown at a click."""
+    if not layers:
+        return None
+    return element("details", element("summary", f"{count or len(layers)} more layers"), *layers)
 
 
 def _load_card(layer: LayerView, highest: float) -> Markup:
@@ -180,15 +185,13 @@ def _timeline(step: StepView | None) -> Markup:
         f"Step {step.step} took {in_seconds(step.seconds)}. Ranks stood still for messages in "
         f"{in_percent(step.exposed_fraction)} of it.{which}{others}"
     )
-    entries = [(charts.kind_class(name), name.replace("_", " ")) for name in step.names]
+    entries = [(kind_class(name), name.replace("_", " ")) for name in step.names]
     entries += [
         ("waiting", "waiting (exposed communication)"),
         ("whole", "forward, optimizer"),
         ("whole-backward", "backward"),
     ]
-    body = join(
-        legend(entries), charts.timeline(step), element("div", _step_table(step), class_="scroll", tabindex="0")
-    )
+    body = join(legend(entries), charts.timeline(step), _step_table(step) if step.names else None)
     return join(element("p", text, class_="sub"), element("div", body, class_="card"))
 
 
@@ -199,8 +202,11 @@ def _step_list(steps: Sequence[int]) -> str:
 
 def _step_table(step: StepView) -> Markup:
     headings = ["rank", "node", *(name.replace("_", " ") for name in step.names), "waiting", "of the step"]
-    rows = [_step_row(rank, step) for rank in charts.drawn_ranks(step)]
-    return _table(headings, rows, words=2, caption="Milliseconds inside MoE layers")
+    drawn = charts.drawn_ranks(step)
+    rows = [_step_row(rank, step) for rank in drawn]
+    if len(drawn) < len(step.ranks):
+        rows.append(_mean_row(step))
+    return _table(headings, rows, words=2, caption="Milliseconds inside layers")
 
 
 def _step_row(rank: RankTimeline, step: StepView) -> list[str]:
@@ -209,10 +215,18 @@ def _step_row(rank: RankTimeline, step: StepView) -> list[str]:
     return [str(rank.rank), rank.node, *spent, f"{1e3 * rank.exposed:.1f}", part]
 
 
+def _mean_row(step: StepView) -> list[str]:
+    count = len(step.ranks)
+    spent = [f"{1e3 * sum(rank.seconds(name) for rank in step.ranks) / count:.1f}" for name in step.names]
+    waiting = 1e3 * sum(rank.exposed for rank in step.ranks) / count
+    return ["all", f"mean of {count}", *spent, f"{waiting:.1f}", in_percent(step.exposed_fraction)]
+
+
 def _bytes(view: RunView) -> Markup:
     sending = [layer for layer in view.layers if layer.wire.sent]
     if not sending:
-        return _empty("No bytes left a rank: experts are on one rank, or nothing was recorded yet.")
+        text = "MoE layers sent nothing: experts are on one rank, or there is no record."
+        return _empty(text + _attention(view))
     sent = sum(layer.wire.sent for layer in sending)
     bound = sum(layer.wire.lower_bound for layer in sending)
     modes: dict[str, int] = {}
@@ -227,16 +241,22 @@ def _bytes(view: RunView) -> Markup:
         which = f" The {_MOST_BARS} layers of {len(sending)} with the highest ratio are shown."
     ratio = times(sent / bound) if bound else "no bound"
     text = (
-        f"{in_bytes(sent)} left a rank, forward and backward, metadata included: {ratio} what had to cross "
-        f"({by_mode}). By layer, bytes for each token.{which}"
+        f"In all, {in_bytes(sent)} left the ranks, forward and backward, metadata included: {ratio} what had to cross "
+        f"({by_mode}). By layer, bytes for each token.{which}{_attention(view)}"
     )
     key = legend([("sent", "sent"), ("bound", "lower bound")])
     return join(element("p", text, class_="sub"), element("div", key, charts.bytes_bars(shown), class_="card"))
 
 
+def _attention(view: RunView) -> str:
+    if not view.attention_bytes:
+        return ""
+    return f" Attention over shared sequences sent {in_bytes(view.attention_bytes)} besides."
+
+
 def _rebalances(view: RunView) -> Markup:
     if not view.rebalances:
-        looked = f"The rebalancer looked {view.num_looks} times and moved nothing." if view.num_looks else ""
+        looked = f"The rebalancer looked {_times(view.num_looks)} and moved nothing." if view.num_looks else ""
         return _empty(looked or "Experts stayed where they were: rebalancing was off or has not looked yet.")
     rows = view.rebalances[-_MOST_ROWS:]
     values = [value for row in rows for value in _both(row) if value is not None]
@@ -255,16 +275,19 @@ def _rebalances(view: RunView) -> Markup:
         "reason",
     ]
     cells = [_rebalance_row(row, highest) for row in rows]
-    table = _table(
-        headings,
-        cells,
-        words=3,
-        last_is_long=True,
-        caption="Load of the busiest rank over the mean, measured before and after; gains in time of a step",
-    )
+    caption = "Load of the busiest rank over the mean, measured before and after; gains in time of a step"
+    table = _table(headings, cells[-_MOST_OPEN_ROWS:], words=3, last_is_long=True, caption=caption)
+    earlier = cells[:-_MOST_OPEN_ROWS]
+    folded = None
+    if earlier:
+        folded = element(
+            "details",
+            element("summary", f"{len(earlier)} rows before these"),
+            _table(headings, earlier, words=3, last_is_long=True, caption=caption),
+        )
     left_out = len(view.rebalances) - len(rows)
-    more = f" The last {len(rows)} rows are shown." if left_out else ""
-    text = f"The rebalancer looked {view.num_looks} times.{more}" if view.num_looks else more.strip()
+    more = f" The last {len(rows)} of {len(view.rebalances)} rows are shown." if left_out else ""
+    text = f"The rebalancer looked {_times(view.num_looks)}.{more}" if view.num_looks else more.strip()
     colours = element(
         "ul",
         element("li", element("span", "●", class_="dot-before"), " before"),
@@ -273,8 +296,11 @@ def _rebalances(view: RunView) -> Markup:
         ),
         class_="legend",
     )
-    box = element("div", table, class_="scroll", tabindex="0", role="group", aria_label="Rebalances, scrolls sideways")
-    return join(element("p", text, class_="sub"), element("div", colours, box, class_="card"))
+    return join(element("p", text, class_="sub"), element("div", colours, table, class_="card"), folded)
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
 
 
 def _both(row: RebalanceView) -> tuple[float | None, float | None]:
@@ -309,15 +335,16 @@ def _or_dash(value: float | None, shown: Callable[[float], str]) -> str:
 def _placement(view: RunView) -> Markup:
     layers = [layer for layer in view.layers if len(layer.last_slots) > 1]
     if not layers:
-        return _empty("All experts of a layer are on one rank.")
+        return _empty("No layer has its experts on several ranks.")
     groups = max(layer.num_groups for layer in layers)
     replicas = f" {groups} expert-parallel groups hold the same; the first one is shown." if groups > 1 else ""
     text = (
         f"At the end of the run. Fill: an expert's load in the last quarter, a full box is 4{TIMES} the mean.{replicas}"
     )
-    moved = any(layer.first_slots != layer.last_slots for layer in layers)
-    key = legend([("filled", "load"), *([("came", "moved here since the start")] if moved else [])])
     changed = [layer for layer in layers if layer.first_slots != layer.last_slots]
+    first = max((layer.first_step for layer in changed), default=0)
+    came = f"moved here since {f'step {first}' if first else 'the start'}"
+    key = legend([("filled", "load"), *([("came", came)] if changed else [])])
     opened = (changed or layers)[0].name
     boxes = [
         element(
@@ -328,11 +355,11 @@ def _placement(view: RunView) -> Markup:
         )
         for layer in layers
     ]
-    return join(element("p", text, class_="sub"), key, *boxes)
+    return join(element("p", text, class_="sub"), key, *boxes[:_MOST_OPEN_LAYERS], _more(boxes[_MOST_OPEN_LAYERS:]))
 
 
 def _moved_text(layer: LayerView) -> str:
-    moved = sum(len(set(last) - set(first)) for first, last in zip(layer.first_slots, layer.last_slots, strict=True))
+    moved = moved_between(layer.first_slots, layer.last_slots)
     text = f"{moved} of {layer.num_experts} experts moved" if moved else "as at the start"
     return f"{text}, busiest rank {times(layer.late_spread())}"
 
@@ -340,7 +367,7 @@ def _moved_text(layer: LayerView) -> str:
 def _table(
     headings: Sequence[str], rows: Sequence[Sequence[str]], *, words: int, caption: str, last_is_long: bool = False
 ) -> Markup:
-    """The first ``words`` columns are flush left."""
+    """Scrolls sideways in its own box. The first ``words`` columns are flush left."""
 
     def kind(column: int) -> str | None:
         if last_is_long and column == len(headings) - 1:
@@ -351,9 +378,9 @@ def _table(
     body = [
         element("tr", *(element("td", cell, class_=kind(column)) for column, cell in enumerate(row))) for row in rows
     ]
-    return element(
-        "table", element("caption", caption), element("thead", element("tr", *head)), element("tbody", *body)
-    )
+    table = element("table", element("thead", element("tr", *head)), element("tbody", *body), aria_label=caption)
+    box = element("div", table, class_="scroll", tabindex="0", role="group", aria_label=f"{caption}, scrolls sideways")
+    return join(element("p", caption, class_="caption"), box)
 
 
 def _empty(text: str) -> Markup:

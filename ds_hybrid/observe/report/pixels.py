@@ -1,7 +1,8 @@
 """A table of numbers as a small picture, one pixel a cell, to go inside a page. Pure.
 
-The colours run from dark blue to light yellow with even steps of lightness, so they keep their order for readers who
-tell few colours apart, and in print.
+A colour stands for the square root of a value, so that small ones still differ where few are large. The colours run
+from dark blue to light yellow with even steps of lightness, so they keep their order for readers who tell few colours
+apart, and in print.
 """
 
 from __future__ import annotations
@@ -33,10 +34,16 @@ def scale_colours(count: int = _LEVELS) -> list[tuple[int, int, int]]:
     return [(round(red), round(green), round(blue)) for red, green, blue in zip(*channels, strict=True)]
 
 
+def place_of(value: npt.ArrayLike, highest: float) -> npt.NDArray[np.float64]:
+    """Of values >= 0 on the scale of colours: 0 for 0, 1 for ``highest`` and above."""
+    place: npt.NDArray[np.float64] = np.sqrt(np.minimum(np.asarray(value, dtype=np.float64) / highest, 1.0))
+    return place
+
+
 def levels(cells: npt.NDArray[np.float64], highest: float) -> npt.NDArray[np.uint8]:
     """The colour of each cell: 0 where it is NaN, else 1 for 0 up to 64 for ``highest`` and above."""
     known = np.isfinite(cells)
-    scaled = np.clip(np.where(known, cells, 0.0) / highest, 0.0, 1.0) * (_LEVELS - 1)
+    scaled = place_of(np.where(known, cells, 0.0), highest) * (_LEVELS - 1)
     return np.where(known, 1 + np.rint(scaled), 0).astype(np.uint8)
 
 

@@ -16,6 +16,8 @@ from ds_hybrid.observe.report.markup import Markup, element, join, percent
 from ds_hybrid.observe.report.scales import Axis, axis, thinned, tick_labels
 
 _MOST_POINTS: Final = 400
+MOST_MARK_LINES: Final = 12
+"""Marks of a chart that have a line from top to bottom; of more the lines would hide the chart."""
 
 
 @dataclass(frozen=True)
@@ -89,20 +91,19 @@ def y_grid(up: Axis, labels: Sequence[str] | None = None) -> Markup:
 
 
 def mark_lines(marks: Sequence[Mark], across: Axis) -> Markup:
-    """A thin upright line for each mark, with a small sign above the plot."""
-    return join(
-        *(
-            element(
-                "g",
-                element("title", mark.text),
-                element("line", x1=percent(at := across.at(mark.step)), x2=percent(at), y1="0", y2="100%"),
-                element(
-                    "text", "▾" if mark.kind == "rebalance" else "◇", x=percent(at), y="0", dy=-2, text_anchor="middle"
-                ),
-                class_=f"mark {mark.kind}",
-            )
-            for mark in marks
-        )
+    """A thin upright line for each mark, with a small sign above the plot; of many marks the signs alone."""
+    shown = {(mark.kind, round(across.at(mark.step), 2)): mark for mark in marks}
+    with_lines = len(shown) <= MOST_MARK_LINES
+    return join(*(_mark(mark, percent(across.at(mark.step)), with_line=with_lines) for mark in shown.values()))
+
+
+def _mark(mark: Mark, x: str, *, with_line: bool) -> Markup:
+    return element(
+        "g",
+        element("title", mark.text),
+        element("line", x1=x, x2=x, y1="0", y2="100%") if with_line else None,
+        element("text", "▾" if mark.kind == "rebalance" else "◇", x=x, y="0", dy=-2, text_anchor="middle"),
+        class_=f"mark {mark.kind}",
     )
 
 

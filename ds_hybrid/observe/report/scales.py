@@ -12,7 +12,7 @@ TIMES: Final = "\N{MULTIPLICATION SIGN}"
 DASH: Final = "\N{EN DASH}"
 """Stands where there is no number."""
 
-_PREFIXES: Final = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+_PREFIXES: Final = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def axis(values: Iterable[float], *, num_ticks: int = 4, from_zero: bool = False
     if high <= low:
         spare = 1.0 if whole or not low else abs(low) / 10
         low, high = (low if low == 0 and from_zero else low - spare), high + spare
-    step = round_step((high - low) / num_ticks)
+    step = round_step((high - low) / (num_ticks + 1))
     if whole:
         step = max(step, 1.0)
         return Axis(low, high, _multiples(math.ceil(low / step), math.floor(high / step), step))
@@ -67,13 +67,13 @@ def _multiples(first: int, last: int, step: float) -> tuple[float, ...]:
 
 
 def tick_labels(ticks: Sequence[float]) -> list[str]:
-    """Ticks with as many decimals as their distance needs, and thousands as k, M or G."""
+    """Ticks with as many decimals as their distance needs, and thousands as k, millions as M and so on."""
     largest = max(map(abs, ticks), default=0.0)
-    scale, prefix = next(((scale, prefix) for scale, prefix in _PREFIXES if largest >= 10 * scale), (1.0, ""))
+    scale, prefix = next(((scale, prefix) for scale, prefix in _PREFIXES if largest >= max(scale, 1e4)), (1.0, ""))
     scaled = [tick / scale for tick in ticks]
     apart = min((b - a for a, b in pairwise(scaled)), default=1.0)
     digits = max(0, -math.floor(math.log10(apart) + 1e-9)) if apart > 0 else 0
-    return [f"{value:,.{digits}f}{prefix}" for value in scaled]
+    return [f"{value:,.{digits}f}{prefix}" if value else "0" for value in scaled]
 
 
 def significant(value: float, digits: int = 3) -> str:

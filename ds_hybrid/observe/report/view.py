@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Final, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from ds_hybrid.observe.events import WAIT, Span
+from ds_hybrid.observe.report.palette import SPANS
 from ds_hybrid.observe.report.plot import Line, Mark
 
 Severity = Literal["problem", "advice", "note"]
 
-KINDS: Final = ("router", "plan", "dispatch", "experts", "combine", "attention_gather", "kv_gather")
-"""Spans inside a layer, in the order in which they are told."""
-
 FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -62,24 +61,29 @@ class LayerView:
 
     Attributes:
         steps: of its records, ascending.
+        num_steps: how many optimizer steps each of them covers, up to that one.
         loads: [records, E] (token, choice) pairs since the record before.
         rank_spread: per record the busiest rank's pairs over the ranks' mean, by the placement of that time.
         wire: its bytes.
         mode: its dispatcher at the end.
         marks: rebalances and changes of dispatcher.
-        first_slots, last_slots: [P, E/P] the expert in each slot, when the run began and at its end.
+        first_slots, last_slots: [P, E/P] the expert in each slot, at ``first_step`` and at the end of the run.
+        first_step: from which on the layer was on as many ranks as at the end: where the run began, unless it was
+            resumed with other sizes.
         group: the ranks of the first expert-parallel group, by place; ``num_groups`` hold the same experts.
     """
 
     name: str
     steps: tuple[int, ...]
-    loads: npt.NDArray[np.int64]
+    num_steps: tuple[int, ...]
+    loads: IntArray
     rank_spread: tuple[float, ...]
     wire: WireView
     mode: str
     marks: tuple[Mark, ...] = ()
     first_slots: tuple[tuple[int, ...], ...] = ()
     last_slots: tuple[tuple[int, ...], ...] = ()
+    first_step: int = 0
     group: tuple[int, ...] = ()
     num_groups: int = 1
 
@@ -92,7 +96,7 @@ class LayerView:
         """[records, E] load over the mean of the layer's experts in that record; NaN where nothing was routed."""
         return relative(self.loads)
 
-    def late_loads(self) -> npt.NDArray[np.int64]:
+    def late_loads(self) -> IntArray:
         """[E] pairs of the last quarter of the records, at least one."""
         return self.loads[-max(1, len(self.loads) // 4) :].sum(axis=0)
 
@@ -157,7 +161,7 @@ class RankTimeline:
 
     @property
     def exposed(self) -> float:
-        """Seconds in which the rank stood still for messages of MoE layers."""
+        """Seconds in which the rank stood still for messages of layers."""
         return sum(span.exposed for span in self.of_layers)
 
     @property
@@ -185,7 +189,7 @@ class StepView:
     def names(self) -> tuple[str, ...]:
         """Of the spans inside layers: those that ds_hybrid knows in their order, then others."""
         found = {span.name for rank in self.ranks for span in rank.of_layers}
-        return (*(name for name in KINDS if name in found), *sorted(found - set(KINDS)))
+        return (*(name for name in SPANS if name in found), *sorted(found - set(SPANS)))
 
 
 @dataclass(frozen=True)
@@ -201,6 +205,7 @@ class RunView:
         marks: rebalances and changes of dispatcher, one for each step and kind.
         nodes: [R] the name of each rank's node.
         step: the timeline, where there is one.
+        attention_bytes: that left a rank for attention over shared sequences.
     """
 
     name: str
@@ -212,10 +217,11 @@ class RunView:
     marks: tuple[Mark, ...]
     nodes: tuple[str, ...]
     step: StepView | None
+    attention_bytes: int = 0
     advice: tuple[Advice, ...] = ()
 
 
-def relative(loads: npt.NDArray[np.int64]) -> FloatArray:
+def relative(loads: IntArray | FloatArray) -> FloatArray:
     """[records, E] counts over their row's mean; NaN in rows without any."""
     means = loads.mean(axis=1, keepdims=True, dtype=np.float64)
     return np.divide(loads, means, out=np.full(loads.shape, np.nan), where=means > 0)

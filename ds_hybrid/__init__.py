@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ds_hybrid.config import HybridConfig
     from ds_hybrid.dispatch.routing import Routing
-    from ds_hybrid.engine.engine import MoEEngine, initialize
+    from ds_hybrid.engine.engine import MoEEngine
+    from ds_hybrid.engine.initialize import initialize
     from ds_hybrid.errors import (
         CheckpointError,
         ConfigError,
@@ -59,7 +60,7 @@ _HOMES = MappingProxyType(
         "PlacementError": "ds_hybrid.errors",
         "Routing": "ds_hybrid.dispatch.routing",
         "TopologyError": "ds_hybrid.errors",
-        "initialize": "ds_hybrid.engine.engine",
+        "initialize": "ds_hybrid.engine.initialize",
         "use_with_accelerate": "ds_hybrid.hf.trainer",
     }
 )

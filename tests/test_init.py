@@ -71,7 +71,7 @@ def test_version_is_that_of_pyproject() -> None:
         ("PlacementError", "errors"),
         ("Routing", "dispatch.routing"),
         ("TopologyError", "errors"),
-        ("initialize", "engine.engine"),
+        ("initialize", "engine.initialize"),
         ("use_with_accelerate", "hf.trainer"),
     ],
 )

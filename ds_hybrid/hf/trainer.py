@@ -21,8 +21,9 @@ from packaging.version import Version
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from ds_hybrid.engine.engine import MoEEngine, initialize
+from ds_hybrid.engine.engine import MoEEngine
 from ds_hybrid.engine.expert_layout import expert_group_sizes
+from ds_hybrid.engine.initialize import initialize
 from ds_hybrid.engine.parameter_groups import follow_split
 from ds_hybrid.errors import ConfigError
 from ds_hybrid.moe.kinds import MoELayer

@@ -35,7 +35,7 @@ from deepspeed.utils import groups
 from deepspeed.utils.tensor_fragment import get_hp_fragment_mapping
 
 SOURCES = {
-    # engine.initialize repeats the first; MoEEngine and HybridAutoEPLayer override the others.
+    # engine/initialize.py repeats the first; MoEEngine and HybridAutoEPLayer override the others.
     "deepspeed.initialize": (deepspeed.initialize, "82505af39fb2e68e"),
     "DeepSpeedEngine._configure_expert_parallel": (DeepSpeedEngine._configure_expert_parallel, "49b464c0fc65f49e"),
     "DeepSpeedEngine.clip_fp32_gradients": (DeepSpeedEngine.clip_fp32_gradients, "c3ad53cbce68a72f"),
@@ -141,7 +141,7 @@ SOURCES = {
 }
 
 NAMES = [
-    # engine/engine.py
+    # engine/initialize.py, engine/engine.py
     "deepspeed.runtime.zero.partition_parameters:shutdown_init_context",
     "deepspeed.runtime.zero.partition_parameters:restore_init_context",
     "deepspeed.runtime.tensor_parallel.init_utils:merge_tp_model_init_into_config",

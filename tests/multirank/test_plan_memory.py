@@ -83,8 +83,8 @@ def test_predicted_bytes_are_those_of_a_training(four_ranks: RankPool, case: Cas
     shape = model_from_config({"model_type": case.model_type, **MODELS[case.model_type]}, label="tiny", file="tiny")
     predicted = states(shape, case.candidate, value_bytes=case.work.value_bytes)
     for name in ("weights", "gradients", "optimizer"):
-        mean = np.mean([getattr(rank, name) for rank in measured])
-        assert getattr(predicted, name) == pytest.approx(mean, rel=0.05), name
+        most = max(getattr(rank, name) for rank in measured)
+        assert getattr(predicted, name) == pytest.approx(most, rel=0.05), name
 
     # What was routed is the law: a rank gets what the tokens of its group chose.
     loads = np.sum([rank.loads for rank in measured], axis=0)

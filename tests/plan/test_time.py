@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from ds_hybrid.dispatch.modes import MODES, NUM_FACTS, Mode
-from ds_hybrid.dispatch.predict import GroupSpeed
+from ds_hybrid.dispatch.predict import DemandTable, GroupSpeed, predicted_seconds
 from ds_hybrid.dispatch.traffic import WireShape, backward_traffic, expected_bytes, forward_traffic
 from ds_hybrid.plan.candidate import Candidate, Workload
 from ds_hybrid.plan.machine import Machine, read_machine
 from ds_hybrid.plan.model_file import read_model
 from ds_hybrid.plan.routing import read_routing
 from ds_hybrid.plan.sequence import gathers
-from ds_hybrid.plan.time import DispatchCost, StepTime, dispatch_cost, rings, step_time
+from ds_hybrid.plan.time import DispatchCost, StepTime, dispatch_cost, group_links, rings, step_time
 from ds_hybrid.topology.hostfile import parse_hostfile
 from ds_hybrid.topology.layout import consecutive_groups, plan_layout
 
@@ -74,6 +74,18 @@ def test_bytes_under_skew_are_those_of_drawn_tokens(mode: Mode) -> None:
     tokens = 128 / 4096
     assert cost.wire_bytes * tokens == pytest.approx(np.mean(sent), rel=0.05)
     assert cost.lower_bound * tokens == pytest.approx(np.mean(bound), rel=0.05)
+
+
+@pytest.mark.parametrize("mode", [*MODES, "hierarchical"])
+def test_seconds_of_a_layer_are_those_by_which_auto_chooses(mode: Mode) -> None:
+    demand = read_routing("zipf:1.0", QWEN).demand(16, 2 if mode == "hierarchical" else 1)
+    to_each = np.full((16, 1), 4096.0)
+    table = DemandTable(to_each * demand.pairs, to_each * demand.rows, to_each * demand.rows_to_node, to_each[:, 0])
+    links = group_links(A100, A100.cluster(16), range(16), mode)
+    shape = WireShape(16, 128, 8, 2048, 2)
+    seconds = predicted_seconds(mode, table, shape, links, node_of_rank=(0,) * 8 + (1,) * 8)
+    cost = dispatch_cost(QWEN, WORK, Candidate(16, 1, 16, 1, mode), demand, A100, A100.cluster(16), range(16))
+    assert cost.seconds == pytest.approx(seconds)
 
 
 def test_two_stage_is_near_the_bound_and_replicated_has_none() -> None:

@@ -133,8 +133,12 @@ def run(arguments: argparse.Namespace) -> int:
     )
     if arguments.article:
         rows = techniques(setting, popularity, _policy("static", arguments.interval))
-        text = json.dumps([asdict(row) for row in rows], indent=2) if arguments.json else article_text(arguments, rows)
-        print(text)
+        memory_bytes = machine.memory_bytes
+        print(
+            json.dumps([_row(row, memory_bytes) for row in rows], indent=2)
+            if arguments.json
+            else article_text(arguments, rows, memory_bytes)
+        )
         return 0
     policies = [_policy(name, arguments.interval) for name in arguments.rebalance or ["static"]]
     modes, ep_sizes = arguments.dispatch or ["two_stage"], arguments.ep or [8]
@@ -216,8 +220,8 @@ def _outcome(outcome: Outcome) -> dict[str, Any]:
 def to_text(facts: dict[str, Any]) -> str:
     """What :func:`to_json` gives, for people."""
     header = (
-        "dispatch|EP|rebalance|ms a step|ms p50|ms p99|ms experts|ms dispatch|load p50|load p99|GB sent|moves|GB moved"
-        "|GB memory"
+        "dispatch|EP|rebalance|ms a step|ms p50|ms p99|ms experts|ms dispatch|load p50|load p99|GB dispatched|moves"
+        "|GB moved|GB memory"
     )
     rows = [tuple(header.split("|"))]
     for each in facts["runs"]:
@@ -244,21 +248,27 @@ def to_text(facts: dict[str, Any]) -> str:
             "",
             *aligned(rows),
             "",
-            "ms of the slowest of all ranks; load: its experts' over the mean; GB sent by a rank a step; moves of one",
-            "group; GB moved by all; GB memory of a rank at its fullest",
-            *_does_not_fit(facts),
+            "ms of the slowest of all ranks; load: its experts' over the mean; GB dispatched by a rank a step; moves",
+            "of one group; GB moved by all; GB memory of a rank at its fullest",
+            *_does_not_fit(
+                all(each["fits"] for each in facts["runs"]), facts["memory_bytes"], "--checkpoints, --zero-stage, --ep"
+            ),
             *facts["left_out"],
         ]
     )
 
 
-def _does_not_fit(facts: dict[str, Any]) -> list[str]:
-    if all(each["fits"] for each in facts["runs"]):
+def _does_not_fit(everything_fits: bool, memory_bytes: float, options: str) -> list[str]:
+    if everything_fits:
         return []
-    return [f"! does not fit: a rank has {facts['memory_bytes'] / 1e9:.1f} GB. See --checkpoints, --zero-stage, --ep"]
+    return [f"! does not fit: a rank has {memory_bytes / 1e9:.1f} GB. See {options}"]
 
 
-def article_text(arguments: argparse.Namespace, rows: Sequence[Row]) -> str:
+def _row(row: Row, memory_bytes: float) -> dict[str, Any]:
+    return asdict(row) | {"fits": row.peak_memory <= memory_bytes}
+
+
+def article_text(arguments: argparse.Namespace, rows: Sequence[Row], memory_bytes: float) -> str:
     """The article's techniques, for people. Speeds are compared by tokens per second: layouts differ in tokens."""
     base = rows[0].alone.tokens_per_second
     table = [("technique", "alone", "load", "together", "tokens/s", "ms a step", "dispatch", "experts", "load", "GB")]
@@ -281,7 +291,7 @@ def article_text(arguments: argparse.Namespace, rows: Sequence[Row]) -> str:
                     if together
                     else ("-",) * 6
                 ),
-                f"{(together or alone).peak_memory / 1e9:.1f}",
+                f"{row.peak_memory / 1e9:.1f}{'' if row.peak_memory <= memory_bytes else '!'}",
             )
         )
     first = f"{arguments.model} on {arguments.ranks} ranks of {arguments.cluster}, {arguments.routing}: "
@@ -293,6 +303,9 @@ def article_text(arguments: argparse.Namespace, rows: Sequence[Row]) -> str:
             "",
             "By the model of docs/planner.md, not measured. x: tokens per second over the base's; load: the busiest",
             "rank's over the mean; GB: memory of a rank at its fullest.",
+            *_does_not_fit(
+                all(row.peak_memory <= memory_bytes for row in rows), memory_bytes, "--zero-stage, --micro-batch"
+            ),
         ]
     )
 

@@ -137,7 +137,7 @@ def wire_bytes(request: Request, estimate: Estimate) -> dict[str, float]:
     num_dispatches = model.num_moe_layers * candidate.num_dispatches
     return {
         "dispatch": num_dispatches * estimate.dispatch.wire_bytes / candidate.ep_size,
-        "tensor_parallel": candidate.micro_batches * tensor_parallel_traffic(model, work, candidate).num_bytes,
+        "tensor_parallel": tensor_parallel_traffic(model, work, candidate).num_bytes,
         "sequence_parallel": candidate.micro_batches * estimate.gathered.wire_bytes,
         "reduction": sum(kind.reduction.num_bytes for kind in zero),
         "gathers": sum(kind.gathers.num_bytes for kind in zero),

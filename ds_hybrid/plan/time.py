@@ -154,7 +154,7 @@ def step_time(
         experts=count * experts,
         memory_bound=count * memory_bound,
         dispatch=candidate.num_dispatches * model.num_moe_layers * dispatched.seconds,
-        tensor_parallel=count * tensor_parallel_traffic(model, work, candidate).seconds(speeds.tp),
+        tensor_parallel=tensor_parallel_traffic(model, work, candidate).seconds(speeds.tp),
         sequence_parallel=count * gathered.exposed,
         reduction=reduction,
         gathers=weights,

@@ -53,12 +53,15 @@ def all_reduce(num_bytes: float, num_ranks: int) -> Sent:
 
 
 def tensor_parallel_traffic(model: ModelShape, work: Workload, candidate: Candidate) -> Sent:
-    """Of a micro-batch: all-reduces after sharded attention and, backward, before it; shares of tokens joined again.
+    """Of a step: all-reduces after sharded attention and, backward, before it; shares of tokens joined again; and the
+    gradients of all that every rank has whole.
 
     What goes backward is added up in float32: the gradient of what enters attention, and those of its parameters that
-    every rank has whole (``engine/tensor_parallel.py``).
+    every rank has whole (``engine/tensor_parallel.py``). DeepSpeed then takes the mean of the gradients of everything
+    whole, in float32 too, once a step or, from ZeRO 2 on, with every micro-batch (``reduce_autoep_folding_gradient`` of
+    its 0.19.8); what is whole in a layer is taken as one message.
     """
-    size = candidate.tp_size
+    size, count = candidate.tp_size, candidate.micro_batches
     if size == 1:
         return Sent()
     attention, b = model.attention, work.value_bytes
@@ -66,12 +69,16 @@ def tensor_parallel_traffic(model: ModelShape, work: Workload, candidate: Candid
     leave = all_reduce(work.num_tokens * model.hidden_size * b, size)
     enter = all_reduce(work.num_tokens * model.hidden_size * _FLOAT, size)
     inside = all_reduce(whole * _FLOAT, size) if whole else Sent()
-    of_attention = (leave * (2 if candidate.checkpoints else 1) + enter + inside) * model.num_layers
-    if candidate.mode == "replicated" or candidate.ep_size == 1:
-        return of_attention
+    sent = (leave * (2 if candidate.checkpoints else 1) + enter + inside) * (count * model.num_layers)
+    if candidate.ep_size == 1:
+        return sent
+    means = all_reduce(model.num_whole_parameters / model.num_layers * _FLOAT, size) * model.num_layers
+    sent += means * (count if candidate.zero_stage >= 2 else 1)
+    if candidate.mode == "replicated":
+        return sent
     join = all_gather(work.num_tokens * model.hidden_size * b, size)
     weights = all_gather(work.num_tokens * model.top_k * _FLOAT, size)
-    return of_attention + (join * (3 if candidate.checkpoints else 2) + weights) * model.num_moe_layers
+    return sent + (join * (3 if candidate.checkpoints else 2) + weights) * (count * model.num_moe_layers)
 
 
 def zero_traffic(model: ModelShape, work: Workload, candidate: Candidate) -> tuple[ZeroTraffic, ZeroTraffic]:

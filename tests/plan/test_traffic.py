@@ -41,6 +41,13 @@ def test_ranks_without_tensor_parallelism_send_nothing_for_it() -> None:
     assert tensor_parallel_traffic(QWEN, WORK, BASE) == Sent()
     shared = tensor_parallel_traffic(QWEN, WORK, replace(BASE, tp_size=2))
     replicated = tensor_parallel_traffic(QWEN, WORK, replace(BASE, tp_size=2, ep_size=2, mode="replicated"))
-    # Two gathers of tokens and one of routing weights join what the ranks of a group did apart.
-    joined = 48 * 4096 * (2 * 2048 * 2 + 8 * 4) / 2
+    # Two gathers of tokens and one of routing weights join what the ranks of a group did apart, in three micro-batches.
+    joined = 3 * 48 * 4096 * (2 * 2048 * 2 + 8 * 4) / 2
     assert shared.num_bytes - replicated.num_bytes == pytest.approx(joined)
+
+
+def test_gradients_of_what_is_whole_are_averaged_once_or_with_every_micro_batch() -> None:
+    once, thrice = (
+        tensor_parallel_traffic(QWEN, WORK, replace(BASE, tp_size=2, zero_stage=stage)).num_bytes for stage in (1, 2)
+    )
+    assert thrice - once == pytest.approx(2 * 4 * QWEN.num_whole_parameters)

@@ -63,7 +63,7 @@ CASES = [
 def test_the_fullest_moment_is_as_predicted(
     four_ranks: RankPool, tmp_path: Path, candidate: Candidate, value_bytes: int
 ) -> None:
-    """To 20 %, for the rank that needs the most, with what was routed: when gradients are freed differs from run to run.
+    """To 20 %, for the rank that needs the most, with what was routed: when gradients are freed differs between runs.
     The savings' own are far beyond that.
 
     And the bytes that leave a rank beside dispatch.

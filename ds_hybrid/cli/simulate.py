@@ -11,12 +11,11 @@ from typing import Any, get_args
 
 import numpy as np
 
-from ds_hybrid.cli.arguments import count, output_file
+from ds_hybrid.cli.arguments import add_workload_kinds, count, output_file, workload
 from ds_hybrid.cli.output import aligned, new_figure, save_figure
 from ds_hybrid.config import RebalanceConfig
 from ds_hybrid.dispatch.modes import ALL_MODES, WireDtype
-from ds_hybrid.errors import ConfigError, HybridError
-from ds_hybrid.plan.candidate import Workload
+from ds_hybrid.errors import HybridError
 from ds_hybrid.plan.machine import read_machine
 from ds_hybrid.plan.model_file import read_model
 from ds_hybrid.plan.popularity import Popularity, read_popularity
@@ -92,12 +91,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument(
         "--checkpoints", action="store_true", help="layers are computed again in backward, the loss is taken in chunks"
     )
-    parser.add_argument(
-        "--attention", choices=("fused", "eager"), default="fused", help="kernel of the attention (%(default)s)"
-    )
-    parser.add_argument(
-        "--dtype", choices=("bf16", "float32"), default="bf16", help="of weights and values (%(default)s)"
-    )
+    add_workload_kinds(parser)
     parser.add_argument("--steps", type=count, metavar="N", help="of the run: all of the trace, or 1000")
     parser.add_argument(
         "--article", action="store_true", help="instead: the article's five techniques, each alone and all together"
@@ -114,15 +108,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.article:
         _refuse_beside_article(arguments)
     model, machine = read_model(arguments.model), read_machine(arguments.cluster)
-    if model.max_positions is not None and arguments.seq_len > model.max_positions:
-        raise ConfigError(
-            f"--seq-len {arguments.seq_len}: {model.name} has max_position_embeddings {model.max_positions}. Give a "
-            "smaller one, or a config.json with more."
-        )
+    work = workload(arguments, model)
     popularity = read_popularity(arguments.routing, model, num_steps=arguments.steps, top_k=arguments.top_k)
     setting = Setting(
         model,
-        Workload(arguments.seq_len, arguments.micro_batch, 2 if arguments.dtype == "bf16" else 4, arguments.attention),
+        work,
         machine,
         machine.cluster(arguments.ranks),
         tp_size=arguments.tp or 1,

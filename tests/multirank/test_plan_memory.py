@@ -19,7 +19,7 @@ from ds_hybrid.plan.routing import RoutingLaw
 from ds_hybrid.plan.states import states
 from ds_hybrid.plan.traffic import zero_traffic
 from tests.multirank.models import CONFIGS
-from tests.multirank.test_traffic import counted_collectives
+from tests.multirank.sent_bytes import counted_collectives, dispatched
 from tests.multirank.training import ADAM
 from tests.ranks import RankPool
 
@@ -159,12 +159,6 @@ def measure(case: Case) -> Measured:
     measured = Measured(sum(weights.values()), gradients, sum(optimizer.values()), sum(saved.values()), num_sent, loads)
     engine.destroy()
     return measured
-
-
-def dispatched(engine: Any) -> int:
-    """Bytes that this rank's MoE layers have sent until now."""
-    totals = [layer.meter.total() for layer in engine.module.modules() if hasattr(layer, "meter")]
-    return sum(total.payload + total.metadata for total in totals)
 
 
 def gradients_of_backward(engine: Any, loss: torch.Tensor) -> int:

@@ -23,8 +23,7 @@ from ds_hybrid.plan.report import header
 from ds_hybrid.plan.routing import RoutingLaw, read_routing
 from ds_hybrid.plan.search import Estimator, Request
 from ds_hybrid.plan.traffic import tensor_parallel_traffic
-from tests.multirank.test_plan_memory import dispatched
-from tests.multirank.test_traffic import counted_collectives
+from tests.multirank.sent_bytes import counted_collectives, dispatched
 from tests.ranks import RankPool
 
 SEQ_LEN = 4096

@@ -21,7 +21,7 @@ class TopologyError(HybridError):
 
 
 class PlacementError(HybridError):
-    """An expert placement is not a bijection between experts and slots."""
+    """Experts and slots do not match one to one, experts cannot move, or a routing trace cannot be read or replayed."""
 
 
 class DispatchError(HybridError):

@@ -5,11 +5,10 @@ import json
 import sys
 from pathlib import Path
 
-from ds_hybrid.cli.arguments import count, output_file
+from ds_hybrid.cli.arguments import add_workload_kinds, count, output_file, workload
 from ds_hybrid.config import check
 from ds_hybrid.errors import ConfigError
 from ds_hybrid.plan.article import article_choice
-from ds_hybrid.plan.candidate import Workload
 from ds_hybrid.plan.ds_config import to_ds_config
 from ds_hybrid.plan.machine import read_machine
 from ds_hybrid.plan.model_file import read_model
@@ -63,12 +62,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         metavar="LAW",
         help="uniform, zipf:S, or a trace: a .npz file or a run's directory (%(default)s)",
     )
-    parser.add_argument(
-        "--attention", choices=("fused", "eager"), default="fused", help="kernel of the attention (%(default)s)"
-    )
-    parser.add_argument(
-        "--dtype", choices=("bf16", "float32"), default="bf16", help="of weights and values (%(default)s)"
-    )
+    add_workload_kinds(parser)
     parser.add_argument("--rule", choices=("article",), help="also what the article's rule would take, and why not")
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
     parser.add_argument("--write", type=output_file, metavar="FILE", help="write the best as a ds_config")
@@ -98,11 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _request(arguments: argparse.Namespace) -> Request:
     model, machine = read_model(arguments.model), read_machine(arguments.cluster)
-    if model.max_positions is not None and arguments.seq_len > model.max_positions:
-        raise ConfigError(
-            f"--seq-len {arguments.seq_len}: {model.name} has max_position_embeddings {model.max_positions}. Give a "
-            "smaller one, or a config.json with more."
-        )
+    work = workload(arguments, model)
     if arguments.hostfile is not None:
         cluster = machine.cluster_of(read_hostfile(arguments.hostfile))
         if arguments.world_size not in (None, cluster.num_ranks):
@@ -114,9 +104,6 @@ def _request(arguments: argparse.Namespace) -> Request:
         cluster = machine.cluster(arguments.world_size)
     else:
         raise ConfigError("--world-size: missing. Give the number of ranks, or a --hostfile.")
-    work = Workload(
-        arguments.seq_len, arguments.micro_batch, 2 if arguments.dtype == "bf16" else 4, arguments.attention
-    )
     stages = (0, 1, 2, 3) if arguments.zero_stage is None else (arguments.zero_stage,)
     law = read_routing(arguments.routing, model)
     return Request(model, work, machine, cluster, law, stages, arguments.global_batch)

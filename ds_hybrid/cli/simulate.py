@@ -11,12 +11,11 @@ from typing import Any, get_args
 
 import numpy as np
 
-from ds_hybrid.cli.arguments import count, output_file
+from ds_hybrid.cli.arguments import add_workload_kinds, count, output_file, workload
 from ds_hybrid.cli.output import aligned, new_figure, save_figure
 from ds_hybrid.config import RebalanceConfig
 from ds_hybrid.dispatch.modes import ALL_MODES, WireDtype
-from ds_hybrid.errors import ConfigError, HybridError
-from ds_hybrid.plan.candidate import Workload
+from ds_hybrid.errors import HybridError
 from ds_hybrid.plan.machine import read_machine
 from ds_hybrid.plan.model_file import read_model
 from ds_hybrid.plan.popularity import Popularity, read_popularity
@@ -92,12 +91,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument(
         "--checkpoints", action="store_true", help="layers are computed again in backward, the loss is taken in chunks"
     )
-    parser.add_argument(
-        "--attention", choices=("fused", "eager"), default="fused", help="kernel of the attention (%(default)s)"
-    )
-    parser.add_argument(
-        "--dtype", choices=("bf16", "float32"), default="bf16", help="of weights and values (%(default)s)"
-    )
+    add_workload_kinds(parser)
     parser.add_argument("--steps", type=count, metavar="N", help="of the run: all of the trace, or 1000")
     parser.add_argument(
         "--article", action="store_true", help="instead: the article's five techniques, each alone and all together"
@@ -114,15 +108,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.article:
         _refuse_beside_article(arguments)
     model, machine = read_model(arguments.model), read_machine(arguments.cluster)
-    if model.max_positions is not None and arguments.seq_len > model.max_positions:
-        raise ConfigError(
-            f"--seq-len {arguments.seq_len}: {model.name} has max_position_embeddings {model.max_positions}. Give a "
-            "smaller one, or a config.json with more."
-        )
+    work = workload(arguments, model)
     popularity = read_popularity(arguments.routing, model, num_steps=arguments.steps, top_k=arguments.top_k)
     setting = Setting(
         model,
-        Workload(arguments.seq_len, arguments.micro_batch, 2 if arguments.dtype == "bf16" else 4, arguments.attention),
+        work,
         machine,
         machine.cluster(arguments.ranks),
         tp_size=arguments.tp or 1,
@@ -133,8 +123,12 @@ def run(arguments: argparse.Namespace) -> int:
     )
     if arguments.article:
         rows = techniques(setting, popularity, _policy("static", arguments.interval))
-        text = json.dumps([asdict(row) for row in rows], indent=2) if arguments.json else article_text(arguments, rows)
-        print(text)
+        memory_bytes = machine.memory_bytes
+        print(
+            json.dumps([_row(row, memory_bytes) for row in rows], indent=2)
+            if arguments.json
+            else article_text(arguments, rows, memory_bytes)
+        )
         return 0
     policies = [_policy(name, arguments.interval) for name in arguments.rebalance or ["static"]]
     modes, ep_sizes = arguments.dispatch or ["two_stage"], arguments.ep or [8]
@@ -216,8 +210,8 @@ def _outcome(outcome: Outcome) -> dict[str, Any]:
 def to_text(facts: dict[str, Any]) -> str:
     """What :func:`to_json` gives, for people."""
     header = (
-        "dispatch|EP|rebalance|ms a step|ms p50|ms p99|ms experts|ms dispatch|load p50|load p99|GB sent|moves|GB moved"
-        "|GB memory"
+        "dispatch|EP|rebalance|ms a step|ms p50|ms p99|ms experts|ms dispatch|load p50|load p99|GB dispatched|moves"
+        "|GB moved|GB memory"
     )
     rows = [tuple(header.split("|"))]
     for each in facts["runs"]:
@@ -244,21 +238,27 @@ def to_text(facts: dict[str, Any]) -> str:
             "",
             *aligned(rows),
             "",
-            "ms of the slowest of all ranks; load: its experts' over the mean; GB sent by a rank a step; moves of one",
-            "group; GB moved by all; GB memory of a rank at its fullest",
-            *_does_not_fit(facts),
+            "ms of the slowest of all ranks; load: its experts' over the mean; GB dispatched by a rank a step; moves",
+            "of one group; GB moved by all; GB memory of a rank at its fullest",
+            *_does_not_fit(
+                all(each["fits"] for each in facts["runs"]), facts["memory_bytes"], "--checkpoints, --zero-stage, --ep"
+            ),
             *facts["left_out"],
         ]
     )
 
 
-def _does_not_fit(facts: dict[str, Any]) -> list[str]:
-    if all(each["fits"] for each in facts["runs"]):
+def _does_not_fit(everything_fits: bool, memory_bytes: float, options: str) -> list[str]:
+    if everything_fits:
         return []
-    return [f"! does not fit: a rank has {facts['memory_bytes'] / 1e9:.1f} GB. See --checkpoints, --zero-stage, --ep"]
+    return [f"! does not fit: a rank has {memory_bytes / 1e9:.1f} GB. See {options}"]
 
 
-def article_text(arguments: argparse.Namespace, rows: Sequence[Row]) -> str:
+def _row(row: Row, memory_bytes: float) -> dict[str, Any]:
+    return asdict(row) | {"fits": row.peak_memory <= memory_bytes}
+
+
+def article_text(arguments: argparse.Namespace, rows: Sequence[Row], memory_bytes: float) -> str:
     """The article's techniques, for people. Speeds are compared by tokens per second: layouts differ in tokens."""
     base = rows[0].alone.tokens_per_second
     table = [("technique", "alone", "load", "together", "tokens/s", "ms a step", "dispatch", "experts", "load", "GB")]
@@ -281,7 +281,7 @@ def article_text(arguments: argparse.Namespace, rows: Sequence[Row]) -> str:
                     if together
                     else ("-",) * 6
                 ),
-                f"{(together or alone).peak_memory / 1e9:.1f}",
+                f"{row.peak_memory / 1e9:.1f}{'' if row.peak_memory <= memory_bytes else '!'}",
             )
         )
     first = f"{arguments.model} on {arguments.ranks} ranks of {arguments.cluster}, {arguments.routing}: "
@@ -293,6 +293,9 @@ def article_text(arguments: argparse.Namespace, rows: Sequence[Row]) -> str:
             "",
             "By the model of docs/planner.md, not measured. x: tokens per second over the base's; load: the busiest",
             "rank's over the mean; GB: memory of a rank at its fullest.",
+            *_does_not_fit(
+                all(row.peak_memory <= memory_bytes for row in rows), memory_bytes, "--zero-stage, --micro-batch"
+            ),
         ]
     )
 

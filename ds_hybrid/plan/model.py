@@ -6,6 +6,7 @@ Symbols: H hidden size, F width of an expert, E experts, K of them per token, A 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -128,12 +129,12 @@ class ModelShape:
         """Of all routed experts of all layers."""
         return self.num_moe_layers * self.num_experts * self.parameters_of_expert
 
-    @property
+    @cached_property
     def num_sharded_parameters(self) -> int:
         """What tensor parallelism shards."""
         return self.num_layers * self.attention.num_sharded(self.hidden_size)
 
-    @property
+    @cached_property
     def num_whole_parameters(self) -> int:
         """What every rank has whole: embeddings, norms, routers, plain MLPs, shared experts, latent projections."""
         norms = self.num_layers * (2 * self.hidden_size + self.attention.num_norms) + self.hidden_size
@@ -181,7 +182,7 @@ class ModelShape:
         width = self.attention.score_dim + self.attention.value_dim
         return 2.0 * self.num_layers * self.attention.num_heads * width * seq_len * (0.5 if causal else 1.0)
 
-    @property
+    @cached_property
     def _num_whole_matrices(self) -> int:
         plain = self.num_dense_layers * 3 * self.hidden_size * self.dense_width
         moe = self.num_moe_layers * self.hidden_size * (3 * self.shared_width + self.num_experts)

@@ -58,7 +58,8 @@ def model_from_config(config: Mapping[str, Any], *, label: str, file: str) -> Mo
         hint = did_you_mean(str(model_type), MODEL_TYPES)
         rule = f"the planner knows {', '.join(MODEL_TYPES)}.{hint}"
         raise ConfigError(Problem("model_type", rule, model_type).line(file))
-    keys = _Counts(config)
+    keys = _Keys(config)
+    keys.switch("attention_bias")  # biases are some ten-thousandths of the parameters, and left out
     shape = _latent_model(keys, config, label) if model_type in _LATENT else _grouped_model(keys, config, label)
     if keys.problems:
         raise ConfigError(*(problem.line(file) for problem in keys.problems))
@@ -84,8 +85,8 @@ def _contradictions(shape: ModelShape, config: Mapping[str, Any]) -> Iterator[Pr
         yield Problem(key, rule, config.get(key, ABSENT))
 
 
-class _Counts:
-    """Reads integers and gathers what is wrong with them, so that all problems come at once."""
+class _Keys:
+    """Reads a config's keys and gathers what is wrong with them, so that all problems come at once."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config
@@ -110,20 +111,28 @@ class _Counts:
         self.problems.append(Problem(key, "must be an integer >= 0 or null.", value))
         return 0
 
-    def places(self, key: str) -> set[int]:
-        """A list of integers; empty where the key is absent or null."""
+    def switch(self, key: str) -> bool:
+        """False where the key is absent or null."""
         value = self._config.get(key)
-        if value is None or (isinstance(value, list) and all(type(place) is int for place in value)):
+        if value is not None and not isinstance(value, bool):
+            self.problems.append(Problem(key, "must be true, false or null.", value))
+        return value is True
+
+    def layers(self, key: str, num_layers: int) -> set[int]:
+        """A list of layers, counted from 0; empty where the key is absent or null."""
+        value = self._config.get(key)
+        is_list = value is None or isinstance(value, list)
+        if is_list and all(type(layer) is int and 0 <= layer < num_layers for layer in value or []):
             return set(value or [])
-        self.problems.append(Problem(key, "must be a list of integers or null.", value))
+        self.problems.append(Problem(key, f"must be a list of integers from 0 to {num_layers - 1}, or null.", value))
         return set()
 
 
-def _grouped_model(keys: _Counts, config: Mapping[str, Any], label: str) -> ModelShape:
+def _grouped_model(keys: _Keys, config: Mapping[str, Any], label: str) -> ModelShape:
     is_mixtral = config["model_type"] == "mixtral"
     hidden_size, num_heads, num_layers = keys("hidden_size"), keys("num_attention_heads"), keys("num_hidden_layers")
     step = 1 if is_mixtral else keys.optional("decoder_sparse_step") or 1
-    named = set() if is_mixtral else keys.places("mlp_only_layers")
+    named = set() if is_mixtral else keys.layers("mlp_only_layers", num_layers)
     dense_layers = {layer for layer in range(num_layers) if layer in named or (layer + 1) % step}
     return ModelShape(
         name=label,
@@ -143,12 +152,12 @@ def _grouped_model(keys: _Counts, config: Mapping[str, Any], label: str) -> Mode
         # Newer transformers write Qwen's number under Mixtral's name.
         num_experts=keys("num_experts" if "num_experts" in config and not is_mixtral else "num_local_experts"),
         top_k=keys("num_experts_per_tok"),
-        is_tied=bool(config.get("tie_word_embeddings", False)),
+        is_tied=keys.switch("tie_word_embeddings"),
         max_positions=keys.optional("max_position_embeddings"),
     )
 
 
-def _latent_model(keys: _Counts, config: Mapping[str, Any], label: str) -> ModelShape:
+def _latent_model(keys: _Keys, config: Mapping[str, Any], label: str) -> ModelShape:
     num_dense = keys.or_none("first_k_dense_replace")
     return ModelShape(
         name=label,
@@ -170,13 +179,13 @@ def _latent_model(keys: _Counts, config: Mapping[str, Any], label: str) -> Model
         num_experts=keys("n_routed_experts"),
         top_k=keys("num_experts_per_tok"),
         shared_width=keys.or_none("n_shared_experts") * keys("moe_intermediate_size"),
-        is_tied=bool(config.get("tie_word_embeddings", False)),
+        is_tied=keys.switch("tie_word_embeddings"),
         max_positions=keys.optional("max_position_embeddings"),
         routing_groups=_routing_groups(keys, config),
     )
 
 
-def _routing_groups(keys: _Counts, config: Mapping[str, Any]) -> tuple[int, int] | None:
+def _routing_groups(keys: _Keys, config: Mapping[str, Any]) -> tuple[int, int] | None:
     """DeepSeek's ``topk_group`` of ``n_group``, where that limits anything."""
     if config.get("n_group") is None or config.get("topk_group") is None:
         return None

@@ -11,13 +11,15 @@ from ds_hybrid.plan.candidate import LOSS_CHUNK, Candidate
 from ds_hybrid.plan.memory import memory
 from ds_hybrid.plan.routing import limits_left_out
 from ds_hybrid.plan.search import Estimate, Findings, Request
+from ds_hybrid.plan.traffic import tensor_parallel_traffic, zero_traffic
 
 NUM_SHOWN = 10
 _GB = 1e9
 
 NOTES = (
     "Times and memory are predictions from the tables' numbers and assumptions (docs/planner.md), not measurements.",
-    "Every plan takes the same sequences in a step; x is gradient_accumulation_steps.",
+    "Every plan takes the same sequences in a step; x is gradient_accumulation_steps. GB sent: of a rank in a step; "
+    "/bound: of dispatch alone.",
 )
 SCRIPT_NOTE = (
     'What "asks for" names is the training script\'s to do: checkpoints = model.gradient_checkpointing_enable(), '
@@ -120,12 +122,25 @@ def predicted(request: Request, estimate: Estimate) -> dict[str, Any]:
         "memory_bytes": {"peak": estimate.memory.peak, "of": request.machine.memory_bytes, **asdict(estimate.memory)},
         "memory_bytes_with_eager_attention": _eager_peak(request, estimate),
         "dispatch_bytes_of_layer": estimate.dispatch.wire_bytes,
-        "dispatch_bytes_of_rank": _dispatch_bytes(request, estimate),
-        "kv_bytes_of_rank": estimate.candidate.micro_batches * estimate.gathered.wire_bytes,
+        "wire_bytes_of_rank": wire_bytes(request, estimate),
         "dispatch_over_lower_bound": estimate.dispatch.ratio,
         "load_max_over_mean": estimate.demand.load,
         "load_max_over_mean_p99": estimate.demand.load_p99,
         "hosts_of_expert_group": estimate.num_hosts_of_group,
+    }
+
+
+def wire_bytes(request: Request, estimate: Estimate) -> dict[str, float]:
+    """Bytes that leave a rank in a step, by the names of ``StepTime``; of dispatch the mean of its group."""
+    model, work, candidate = request.model, request.work, estimate.candidate
+    zero = zero_traffic(model, work, candidate)
+    num_dispatches = model.num_moe_layers * candidate.num_dispatches
+    return {
+        "dispatch": num_dispatches * estimate.dispatch.wire_bytes / candidate.ep_size,
+        "tensor_parallel": tensor_parallel_traffic(model, work, candidate).num_bytes,
+        "sequence_parallel": candidate.micro_batches * estimate.gathered.wire_bytes,
+        "reduction": sum(kind.reduction.num_bytes for kind in zero),
+        "gathers": sum(kind.gathers.num_bytes for kind in zero),
     }
 
 
@@ -156,19 +171,21 @@ def _table(request: Request, findings: Findings) -> Iterator[str]:
     if not findings.fitting:
         yield "None of these fits; those that need the least memory:"
     yield (
-        "   TP  SP  EP ZeRO   x dispatcher    tokens/s    step s  GB (eager)      GB sent  /bound  load (p99)   "
-        "asks for / why"
+        "   TP  SP  EP ZeRO   x dispatcher    tokens/s    step s  GB (eager)      GB sent (dispatch)  /bound  "
+        "load (p99)   asks for / why"
     )
     for number, estimate in enumerate((findings.fitting or findings.nearest)[:NUM_SHOWN], 1):
         candidate = estimate.candidate
         ratio = "-" if estimate.dispatch.ratio is None else f"{estimate.dispatch.ratio:.3f}"
         peaks = f"{_gb(estimate.memory.peak)} ({_gb(_eager_peak(request, estimate))})"
+        sent = wire_bytes(request, estimate)
+        of_rank = f"{_gb(sum(sent.values()))} ({_gb(sent['dispatch'])})"
         load = f"{estimate.demand.load:.2f} ({estimate.demand.load_p99:.2f})"
         yield (
             f"{number:2d} {candidate.tp_size:2d} {candidate.sp_size:3d} {candidate.ep_size:3d} "
             f"{candidate.zero_stage:4d} {candidate.micro_batches:3d} "
             f"{candidate.mode if candidate.ep_size > 1 else '-':12s} {estimate.tokens_per_second:9,.0f} "
-            f"{estimate.time.total:9.3g}  {peaks:15s} {_gb(_dispatch_bytes(request, estimate)):>7s} {ratio:>7s}  "
+            f"{estimate.time.total:9.3g}  {peaks:15s} {of_rank:18s} {ratio:>7s}  "
             f"{load:12s} {', '.join(needs(candidate)) or 'nothing'}"
         )
         yield f"   {reason(estimate)}"
@@ -200,7 +217,8 @@ def _difference(request: Request, findings: Findings, comparison: Comparison) ->
     ours = findings.fitting[0]
     if ours.candidate == estimate.candidate:
         return "Ours takes the same."
-    taken = f"Ours takes {ours.candidate.sizes}, {ours.candidate.mode},"
+    mode = f", {ours.candidate.mode}" if ours.candidate.ep_size > 1 else ""
+    taken = f"Ours takes {ours.candidate.sizes}{mode},"
     if estimate.memory.peak > request.machine.memory_bytes:
         needed = f"{_gb(estimate.memory.peak)} GB of {_gb(request.machine.memory_bytes)} GB"
         return f"It does not fit: it needs {needed}. {taken} predicted {ours.tokens_per_second:,.0f} tokens/s."
@@ -240,13 +258,6 @@ def _gb(num_bytes: float) -> str:
     """In GB, three digits or all before the point."""
     size = num_bytes / _GB
     return f"{size:,.0f}" if size >= 100 else f"{size:.3g}"
-
-
-def _dispatch_bytes(request: Request, estimate: Estimate) -> float:
-    """What a rank sends in dispatch in a step, the mean of its group."""
-    candidate = estimate.candidate
-    num_dispatches = request.model.num_moe_layers * candidate.num_dispatches
-    return num_dispatches * estimate.dispatch.wire_bytes / candidate.ep_size
 
 
 def _eager_peak(request: Request, estimate: Estimate) -> float:

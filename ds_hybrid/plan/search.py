@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import product
 
 from ds_hybrid.config import find_problems
@@ -21,7 +21,7 @@ from ds_hybrid.plan.memory import Memory, memory
 from ds_hybrid.plan.model import ModelShape
 from ds_hybrid.plan.routing import RankDemand, RoutingLaw
 from ds_hybrid.plan.sequence import Gathers, gathers
-from ds_hybrid.plan.time import DispatchCost, Rings, StepTime, dispatch_cost, nodes_of, rings, step_time
+from ds_hybrid.plan.time import DispatchCost, Rings, StepTime, dispatch_cost, slowest_ring, step_time
 from ds_hybrid.topology.cluster import Cluster
 from ds_hybrid.topology.layout import Layout, consecutive_groups, plan_layout
 
@@ -79,8 +79,8 @@ class Estimate:
     @property
     def shares(self) -> list[tuple[str, float]]:
         """The parts of the step's time, the largest first; each as a part of 1."""
-        parts = {name: seconds for name, seconds in asdict(self.time).items() if name != "hidden"}
-        return sorted(((name, part / self.time.total) for name, part in parts.items()), key=lambda part: -part[1])
+        total = self.time.total
+        return sorted(((name, part / total) for name, part in self.time.parts.items()), key=lambda part: -part[1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,35 +101,42 @@ class Findings:
 
 
 class Estimator:
-    """Predicts candidates of one request. Groups, demand and dispatch are worked out once for all that share them."""
+    """Predicts candidates of one request. What several of them share is worked out once."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
         # Bound methods in a cache live as long as this object.
         self.layout = cache(self._layout)
         self._group = cache(self._widest_group)
+        self._slowest = cache(partial(slowest_ring, request.machine, request.cluster))
         self._rings = cache(self._slowest_rings)
+        self._num_hosts = cache(self._count_hosts)
         self._demand = cache(request.law.demand)
-        self._dispatch_of = cache(self._dispatch)
+        self._costs: dict[tuple[tuple[int, ...], Mode, float], DispatchCost] = {}
         self._gathers = cache(self._gathers_of)
+        self.memory = cache(self._memory)
 
     def __call__(self, candidate: Candidate) -> Estimate:
         request = self.request
         speeds = self._rings(candidate.tp_size, candidate.ep_size, candidate.sp_size)
         group = self._group(candidate.tp_size, candidate.ep_size)
-        demand, dispatched = self._dispatch_of(candidate.tp_size, candidate.ep_size, candidate.mode, candidate.sp_size)
-        gathered = self._gathers(candidate.sp_size, candidate.checkpoints)
+        demand, gathered = self._demand_of(candidate), self._gathers(candidate.sp_size, candidate.checkpoints)
+        dispatched = self._dispatch_cost(candidate, demand)
         time = step_time(request.model, request.work, candidate, demand, request.machine, speeds, dispatched, gathered)
         return Estimate(
             candidate=candidate,
-            memory=memory(request.model, request.work, candidate, demand, held=gathered.held),
+            memory=self.memory(candidate),
             time=time,
             dispatch=dispatched,
             demand=demand,
             tokens_per_second=request.num_sequences * request.work.seq_len / time.total,
-            num_hosts_of_group=len(set(nodes_of(group, request.cluster))),
+            num_hosts_of_group=self._num_hosts(group),
             gathered=gathered,
         )
+
+    def _memory(self, candidate: Candidate) -> Memory:
+        held = self._gathers(candidate.sp_size, candidate.checkpoints).held
+        return memory(self.request.model, self.request.work, candidate, self._demand_of(candidate), held=held)
 
     def _layout(self, tp_size: int, ep_size: int) -> Layout:
         world_size = self.request.cluster.num_ranks
@@ -143,22 +150,36 @@ class Estimator:
         return widest_group(self.layout(tp_size, ep_size), self.request.cluster)
 
     def _slowest_rings(self, tp_size: int, ep_size: int, sp_size: int) -> Rings:
-        return rings(self.request.machine, self.request.cluster, self.layout(tp_size, ep_size), sp_size)
+        layout = self.layout(tp_size, ep_size)
+        shared = consecutive_groups(self.request.cluster.num_ranks, sp_size)
+        kinds = (layout.tp_groups, shared, layout.dp_groups, layout.edp_groups)
+        return Rings(*(self._slowest(groups) for groups in kinds))
+
+    def _count_hosts(self, group: tuple[int, ...]) -> int:
+        return len({self.request.cluster.host_of_rank[rank] for rank in group})
 
     def _gathers_of(self, sp_size: int, checkpoints: bool) -> Gathers:
         request = self.request
         candidate = Candidate(request.cluster.num_ranks, 1, 1, 1, "allgather", checkpoints, sp_size=sp_size)
         return gathers(request.model, request.work, candidate, request.machine, self._rings(1, 1, sp_size).sp)
 
-    def _dispatch(self, tp_size: int, ep_size: int, mode: Mode, sp_size: int) -> tuple[RankDemand, DispatchCost]:
-        request = self.request
-        group = self._group(tp_size, ep_size)
-        num_nodes = len(set(nodes_of(group, request.cluster)))
+    def _demand_of(self, candidate: Candidate) -> RankDemand:
         # Shares of nodes only matter to the dispatcher that goes over them, which has equal ones.
-        demand = self._demand(ep_size, num_nodes if mode == "hierarchical" else 1)
-        candidate = Candidate(request.cluster.num_ranks, tp_size, ep_size, 1, mode, sp_size=sp_size)
-        cost = dispatch_cost(request.model, request.work, candidate, demand, request.machine, request.cluster, group)
-        return demand, cost
+        over_hosts = candidate.mode == "hierarchical"
+        group = self._group(candidate.tp_size, candidate.ep_size)
+        return self._demand(candidate.ep_size, self._num_hosts(group) if over_hosts else 1)
+
+    def _dispatch_cost(self, candidate: Candidate, demand: RankDemand) -> DispatchCost:
+        """The same for all candidates of one group, mode and number of tokens."""
+        request = self.request
+        group = self._group(candidate.tp_size, candidate.ep_size)
+        num_tokens = candidate.tokens_dispatched(candidate.part_of(request.work).num_tokens)
+        key = group, candidate.mode, num_tokens
+        if key not in self._costs:
+            self._costs[key] = dispatch_cost(
+                request.model, request.work, candidate, demand, request.machine, request.cluster, group
+            )
+        return self._costs[key]
 
 
 def search(request: Request) -> Findings:
@@ -167,28 +188,31 @@ def search(request: Request) -> Findings:
     refusal = _Refusal(estimator)
     dropped = Counter[str]()
     fitting: dict[str, Estimate] = {}
-    nearest: dict[str, Estimate] = {}
+    smallest: dict[str, tuple[float, Candidate]] = {}
+    candidates = []
     num_combinations = 0
-    for candidate in _combinations(request):
-        num_combinations += 1
-        reason = refusal(candidate)
-        if reason is not None:
-            dropped[reason] += 1
-            continue
-        estimate = estimator(candidate)
-        known = nearest.get(candidate.sizes)
-        if known is None or estimate.memory.peak < known.memory.peak:
-            nearest[candidate.sizes] = estimate
-        if estimate.memory.peak > request.machine.memory_bytes:
+    for plain in _without_savings(request):
+        num_combinations += len(_SAVINGS)
+        reason = refusal(plain)
+        if reason is None:
+            candidates += _with_savings(plain)
+        else:
+            dropped[reason] += len(_SAVINGS)
+    for candidate in candidates:
+        peak = estimator.memory(candidate).peak
+        if peak > request.machine.memory_bytes:
             dropped[TOO_LARGE] += 1
+            if candidate.sizes not in smallest or peak < smallest[candidate.sizes][0]:
+                smallest[candidate.sizes] = peak, candidate
             continue
-        rival = fitting.get(candidate.sizes)
+        estimate, rival = estimator(candidate), fitting.get(candidate.sizes)
         dropped[BEATEN] += rival is not None
         if rival is None or _rank(estimate) < _rank(rival):
             fitting[candidate.sizes] = estimate
+    nearest = sorted(smallest.values(), key=lambda found: found[0])
     return Findings(
         fitting=tuple(sorted(fitting.values(), key=_rank)),
-        nearest=() if fitting else tuple(sorted(nearest.values(), key=lambda e: e.memory.peak)),
+        nearest=() if fitting else tuple(estimator(candidate) for _, candidate in nearest),
         dropped={reason: count for reason, count in dropped.most_common() if count},
         num_combinations=num_combinations,
     )
@@ -203,12 +227,13 @@ def best_of_sizes(request: Request, tp_size: int, ep_size: int, mode: Mode) -> E
     world_size = request.cluster.num_ranks
     if world_size % tp_size or world_size % ep_size:
         return f"have TP {tp_size} or EP {ep_size}, which does not divide {world_size} ranks"
-    estimates, reasons = [], []
-    for candidate in _combinations(request):
-        if (candidate.tp_size, candidate.ep_size, candidate.mode, candidate.sp_size) == (tp_size, ep_size, mode, 1):
-            reason = refusal(candidate)
+    estimates: list[Estimate] = []
+    reasons = []
+    for plain in _without_savings(request):
+        if (plain.tp_size, plain.ep_size, plain.mode, plain.sp_size) == (tp_size, ep_size, mode, 1):
+            reason = refusal(plain)
             if reason is None:
-                estimates.append(estimator(candidate))
+                estimates += map(estimator, _with_savings(plain))
             else:
                 reasons.append(reason)
     fitting = [estimate for estimate in estimates if estimate.memory.peak <= request.machine.memory_bytes]
@@ -228,17 +253,23 @@ def _rank(estimate: Estimate) -> tuple[float, bool, bool, float]:
     return -speed, candidate.checkpoints, candidate.chunked_loss, estimate.memory.peak
 
 
-def _combinations(request: Request) -> Iterator[Candidate]:
+_SAVINGS = tuple(product((False, True), repeat=2))
+"""Activation checkpoints, and a loss in chunks."""
+
+
+def _without_savings(request: Request) -> Iterator[Candidate]:
+    """Every combination of sizes, ZeRO stage and dispatcher."""
     world_size = request.cluster.num_ranks
     sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
-    switches = (False, True)
     # Ranks share a micro-batch by its heads or by its sequences: the engine has not both.
     sharing = [(size, 1) for size in sizes] + [(1, size) for size in sizes if size > 1]
-    for (tp_size, sp_size), ep_size, stage, mode, checkpoints, chunked in product(
-        sharing, sizes, request.zero_stages, ALL_MODES, switches, switches
-    ):
+    for (tp_size, sp_size), ep_size, stage, mode in product(sharing, sizes, request.zero_stages, ALL_MODES):
         micro_batches = request.micro_batches(tp_size * sp_size)
-        yield Candidate(world_size, tp_size, ep_size, stage, mode, checkpoints, chunked, sp_size, micro_batches)
+        yield Candidate(world_size, tp_size, ep_size, stage, mode, sp_size=sp_size, micro_batches=micro_batches)
+
+
+def _with_savings(plain: Candidate) -> list[Candidate]:
+    return [replace(plain, checkpoints=checkpoints, chunked_loss=chunked) for checkpoints, chunked in _SAVINGS]
 
 
 def _without_sizes(problem: str) -> str:
@@ -248,42 +279,31 @@ def _without_sizes(problem: str) -> str:
 
 
 class _Refusal:
-    """Why a candidate cannot be run at all, or None. Cheap rules first."""
+    """Why a candidate cannot be run at all, or None; savings change nothing about it. Cheap rules first."""
 
     def __init__(self, estimator: Estimator) -> None:
         self._estimator = estimator
-        self._problem = cache(self._find_problem)
 
     def __call__(self, candidate: Candidate) -> str | None:
-        model = self._estimator.request.model
+        request = self._estimator.request
+        model = request.model
         if model.attention.num_heads % candidate.tp_size or model.attention.num_kv_heads % candidate.tp_size:
             return f"have a TP size that does not divide {model.attention.num_kv_heads} key and value heads"
         if model.num_experts % candidate.ep_size:
             return f"have an EP size that does not divide {model.num_experts} experts"
-        if candidate.sp_size > 1 and 2 * candidate.sp_size > self._estimator.request.work.seq_len:
+        if candidate.sp_size > 1 and 2 * candidate.sp_size > request.work.seq_len:
             return "share a sequence out over more ranks than it has pairs of tokens"
         if candidate.micro_batches == 0:
-            return f"do not divide the {self._estimator.request.num_sequences} sequences of a step"
-        sizes = candidate.tp_size, candidate.ep_size, candidate.sp_size
-        return self._problem(*sizes, candidate.zero_stage, candidate.mode)
-
-    def _find_problem(self, tp_size: int, ep_size: int, sp_size: int, stage: int, mode: Mode) -> str | None:
-        request = self._estimator.request
-        micro_batches = request.micro_batches(tp_size * sp_size)
-        candidate = Candidate(
-            request.cluster.num_ranks, tp_size, ep_size, stage, mode, sp_size=sp_size, micro_batches=micro_batches
-        )
-        document = to_ds_config(request.model, request.work, candidate)
-        problems = find_problems(
-            document, name="plan", world_size=candidate.world_size, num_experts=request.model.num_experts
-        )
-        if problems:
-            return f"are refused by ds_hybrid validate: {_without_sizes(problems[0])}"
-        if ep_size == 1 and mode != "allgather":
+            return f"do not divide the {request.num_sequences} sequences of a step"
+        if candidate.ep_size == 1 and candidate.mode != "allgather":
             return "name a dispatcher where nothing is dispatched (EP 1)"
-        if mode == "hierarchical" and not self._has_two_hops(tp_size, ep_size):
+        if candidate.mode == "replicated" and candidate.ep_size != candidate.tp_size:
+            return "name a dispatcher for expert groups that are the tensor-parallel groups, where they are not"
+        if candidate.mode == "hierarchical" and not self._has_two_hops(candidate.tp_size, candidate.ep_size):
             return "name a dispatcher over hosts for groups that do not span several with equal shares"
-        return None
+        document = to_ds_config(model, request.work, candidate)
+        problems = find_problems(document, name="plan", world_size=candidate.world_size, num_experts=model.num_experts)
+        return f"are refused by ds_hybrid validate: {_without_sizes(problems[0])}" if problems else None
 
     def _has_two_hops(self, tp_size: int, ep_size: int) -> bool:
         hierarchies = self._estimator.layout(tp_size, ep_size).hierarchies

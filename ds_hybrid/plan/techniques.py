@@ -67,6 +67,11 @@ class Row:
     alone: Prediction
     together: Prediction | None
 
+    @property
+    def peak_memory(self) -> float:
+        """Of the row's last prediction: with those above it, where there is one."""
+        return (self.together or self.alone).peak_memory
+
 
 _TECHNIQUES: tuple[tuple[str, Mapping[str, object], bool], ...] = (
     ("base: TP 4, EP 4, alltoall", {}, True),

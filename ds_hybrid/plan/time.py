@@ -9,12 +9,12 @@ stage 3 and dispatch runs in one chunk. A message takes its latency and its byte
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 
 from ds_hybrid.dispatch.modes import Mode
-from ds_hybrid.dispatch.predict import DemandTable, GroupSpeed, Way, messages, predicted_seconds
+from ds_hybrid.dispatch.predict import DemandTable, GroupSpeed, Way, messages
 from ds_hybrid.dispatch.traffic import INTEGER_BYTES, WireShape
 from ds_hybrid.plan.candidate import Candidate, Workload
 from ds_hybrid.plan.machine import Machine
@@ -23,8 +23,10 @@ from ds_hybrid.plan.model import ModelShape
 from ds_hybrid.plan.routing import RankDemand
 from ds_hybrid.plan.sequence import Gathers
 from ds_hybrid.plan.states import has_master, num_updated
+from ds_hybrid.plan.traffic import Sent, all_gather, all_reduce, tensor_parallel_traffic, zero_traffic
 from ds_hybrid.topology.cluster import Cluster
-from ds_hybrid.topology.layout import Layout
+from ds_hybrid.topology.layout import Layout, consecutive_groups
+from ds_hybrid.topology.packing import Groups
 
 _FLOAT = 4
 _PASSES = 3
@@ -61,7 +63,12 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        return sum(seconds for name, seconds in asdict(self).items() if name != "hidden")
+        return sum(self.parts.values())
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """What makes up the step: name -> seconds."""
+        return {name: seconds for name, seconds in vars(self).items() if name != "hidden"}
 
 
 @dataclass(frozen=True)
@@ -95,12 +102,18 @@ class Rings:
 
 def rings(machine: Machine, cluster: Cluster, layout: Layout, sp_size: int = 1) -> Rings:
     """Of a layout; the ranks that share a sequence are consecutive."""
+    kinds = (
+        layout.tp_groups,
+        consecutive_groups(cluster.num_ranks, sp_size),
+        layout.dp_groups,
+        layout.edp_groups,
+    )
+    return Rings(*(slowest_ring(machine, cluster, groups) for groups in kinds))
 
-    def slowest(groups: Sequence[Sequence[int]]) -> GroupSpeed:
-        return min((machine.ring(group, cluster) for group in groups), key=lambda speed: speed.bandwidth)
 
-    shared = [range(first, first + sp_size) for first in range(0, cluster.num_ranks, sp_size)]
-    return Rings(slowest(layout.tp_groups), slowest(shared), slowest(layout.dp_groups), slowest(layout.edp_groups))
+def slowest_ring(machine: Machine, cluster: Cluster, groups: Groups) -> GroupSpeed:
+    """What the slowest of ``groups`` reaches in its rings."""
+    return min((machine.ring(group, cluster) for group in groups), key=lambda speed: speed.bandwidth)
 
 
 def step_time(
@@ -126,7 +139,9 @@ def step_time(
     kept = kept_by_layers(model, part, candidate, demand, load=demand.load)
     again = 4 / 3 if candidate.checkpoints else 1.0
     memory_bound = _PASSES * kept * again / machine.memory_bytes_per_second
-    reduction, weights = _zero_seconds(model, work, candidate, speeds)
+    of_dense, of_experts = zero_traffic(model, work, candidate)
+    reduction = of_dense.reduction.seconds(speeds.dp) + of_experts.reduction.seconds(speeds.edp)
+    weights = of_dense.gathers.seconds(speeds.dp) + of_experts.gathers.seconds(speeds.edp)
     hidden = count * gathered.hidden
     if candidate.zero_stage == 3:
         beside = min(reduction + weights, machine.overlap * count * (dense + experts + memory_bound))
@@ -139,7 +154,7 @@ def step_time(
         experts=count * experts,
         memory_bound=count * memory_bound,
         dispatch=candidate.num_dispatches * model.num_moe_layers * dispatched.seconds,
-        tensor_parallel=count * _tensor_parallel_seconds(model, work, candidate, speeds.tp),
+        tensor_parallel=tensor_parallel_traffic(model, work, candidate).seconds(speeds.tp),
         sequence_parallel=count * gathered.exposed,
         reduction=reduction,
         gathers=weights,
@@ -175,8 +190,10 @@ def dispatch_cost(
         num_tokens=np.full(num_ranks, float(num_tokens)),
     )
     links = group_links(machine, cluster, group, candidate.mode)
-    seconds = predicted_seconds(candidate.mode, table, shape, links, node_of_rank=node_of_rank)
-    sent = sum(float(m.sent.sum()) for m in messages(candidate.mode, table, shape, node_of_rank=node_of_rank))
+    exchanges = list(messages(candidate.mode, table, shape, node_of_rank=node_of_rank))
+    busiest = ((m.way, float(max(m.sent.max(), m.received.max()))) for m in exchanges)
+    seconds = sum(Sent(1, num_bytes).seconds(links[way]) for way, num_bytes in busiest)
+    sent = sum(float(m.sent.sum()) for m in exchanges)
     return DispatchCost(seconds, sent, 4 * shape.row_bytes * float(rows.sum() - np.trace(rows)))
 
 
@@ -189,17 +206,16 @@ def group_links(machine: Machine, cluster: Cluster, group: Sequence[int], mode: 
 def nodes_of(group: Sequence[int], cluster: Cluster) -> tuple[int, ...]:
     """The node of each rank of a group, counted from 0."""
     hosts = [cluster.host_of_rank[rank] for rank in group]
-    order = sorted(set(hosts))
-    return tuple(order.index(host) for host in hosts)
+    number = {host: index for index, host in enumerate(sorted(set(hosts)))}
+    return tuple(number[host] for host in hosts)
 
 
 def _replicated_cost(shape: WireShape, num_tokens: float, speed: GroupSpeed) -> DispatchCost:
     """A header; all-reduces of the output in forward, of the gradients of tokens and routing weights in backward."""
     sizes = [num_tokens * shape.row_bytes] * 2 + [num_tokens * shape.riding_bytes]
     header = INTEGER_BYTES * (1 + shape.num_facts) * shape.num_ranks
-    seconds = _gather(header, shape.num_ranks, speed) + sum(_all_reduce(size, shape.num_ranks, speed) for size in sizes)
-    sent = (header + 2 * sum(sizes)) * (shape.num_ranks - 1)
-    return DispatchCost(seconds, sent, 0.0)
+    sent = sum((all_reduce(size, shape.num_ranks) for size in sizes), start=all_gather(header, shape.num_ranks))
+    return DispatchCost(sent.seconds(speed), sent.num_bytes * shape.num_ranks, 0.0)
 
 
 def _dense_flops(model: ModelShape, work: Workload, candidate: Candidate) -> float:
@@ -225,60 +241,3 @@ def _optimizer_bytes(candidate: Candidate, value_bytes: int) -> int:
     The weight is written from the master, or is it.
     """
     return 7 * _FLOAT + (value_bytes if has_master(candidate, value_bytes) else 0)
-
-
-def _tensor_parallel_seconds(model: ModelShape, work: Workload, candidate: Candidate, speed: GroupSpeed) -> float:
-    """All-reduces after sharded attention and, backward, before it; shares of tokens that are joined again.
-
-    What goes backward is added up in float32: the gradient of what enters attention, and those of its parameters that
-    every rank has whole (``engine/tensor_parallel.py``).
-    """
-    size = candidate.tp_size
-    if size == 1:
-        return 0.0
-    attention, b = model.attention, work.value_bytes
-    whole = attention.num_whole_matrices(model.hidden_size) + attention.num_norms
-    leave = _all_reduce(work.num_tokens * model.hidden_size * b, size, speed)
-    enter = _all_reduce(work.num_tokens * model.hidden_size * _FLOAT, size, speed)
-    inside = _all_reduce(whole * _FLOAT, size, speed) if whole else 0.0
-    attention_seconds = model.num_layers * (leave * (2 if candidate.checkpoints else 1) + enter + inside)
-    if candidate.mode == "replicated" or candidate.ep_size == 1:
-        return attention_seconds
-    join = _gather(work.num_tokens * model.hidden_size * b, size, speed)
-    weights = _gather(work.num_tokens * model.top_k * _FLOAT, size, speed)
-    shares = model.num_moe_layers * (join * (3 if candidate.checkpoints else 2) + weights)
-    return attention_seconds + shares
-
-
-def _zero_seconds(model: ModelShape, work: Workload, candidate: Candidate, speeds: Rings) -> tuple[float, float]:
-    """Gradients added up, and weights gathered. Below stage 3 DeepSpeed adds up by all-reduce and gathers after a step.
-
-    Stages 0 and 1 add up once a step, 2 and 3 with every micro-batch. Source: ``allreduce_and_scatter`` of DeepSpeed
-    0.19.8, the default way of its stages 1 and 2.
-    """
-    b, stage, count = work.value_bytes, candidate.zero_stage, candidate.micro_batches
-    dense = b * (model.num_sharded_parameters / candidate.tp_size + model.num_whole_parameters)
-    experts = b * model.num_expert_parameters / candidate.ep_size
-    reduction = weights = 0.0
-    for num_bytes, size, speed in ((dense, candidate.dp_size, speeds.dp), (experts, candidate.edp_size, speeds.edp)):
-        if size == 1:
-            continue
-        if stage == 3:
-            # Forward and backward each gather a layer; so does computing it again.
-            rounds = 3 if candidate.checkpoints else 2
-            latency = (model.num_layers - 1) * speed.latency
-            reduction += count * (_gather(num_bytes, size, speed) + latency)
-            weights += count * rounds * (_gather(num_bytes, size, speed) + latency)
-        else:
-            reduction += (count if stage == 2 else 1) * _all_reduce(num_bytes, size, speed)
-            weights += _gather(num_bytes, size, speed) if stage else 0.0
-    return reduction, weights
-
-
-def _gather(num_bytes: float, num_ranks: int, speed: GroupSpeed) -> float:
-    """An all-gather to ``num_bytes`` on each rank, or a reduce-scatter from there."""
-    return speed.latency + num_bytes * (num_ranks - 1) / num_ranks / speed.bandwidth
-
-
-def _all_reduce(num_bytes: float, num_ranks: int, speed: GroupSpeed) -> float:
-    return 2 * _gather(num_bytes, num_ranks, speed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 from ds_hybrid.errors import TopologyError
 from ds_hybrid.topology.islands import find_islands
@@ -153,8 +153,9 @@ class Cluster:
     def islands(self) -> tuple[Island, ...]:
         """The islands of all hosts; each rank is in one."""
         islands = []
+        islands_of = cache(find_islands)  # most hosts are alike
         for host in self.hosts:
-            joined_by, members = find_islands(host.links, host.numa_nodes)
+            joined_by, members = islands_of(host.links, host.numa_nodes)
             islands += [Island(tuple(host.ranks[place] for place in island), joined_by) for island in members]
         return tuple(sorted(islands, key=lambda island: island.ranks))
 

@@ -233,7 +233,9 @@ def _reach(group: Ranks, cluster: Cluster) -> str:
 
 
 def _in_island(group: Ranks, cluster: Cluster) -> bool:
-    return len({cluster.island_of_rank[rank] for rank in group}) == 1
+    islands = cluster.island_of_rank
+    first = islands[group[0]]
+    return all(islands[rank] == first for rank in group)
 
 
 def _tp_warnings(cluster: Cluster, tp_groups: Groups) -> Iterator[str]:

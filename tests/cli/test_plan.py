@@ -18,6 +18,9 @@ EXAMPLE = ["plan", "--world-size", "16", "--seq-len", "32768", "--model", "qwen3
 TINY = ["plan", "--world-size", "2", "--seq-len", "256", "--model", "tiny_qwen3_moe", "--cluster", "cpu2"]
 
 
+_ASKED = ("find_problems", "plan_layout", "slowest_ring", "dispatch_cost", "memory", "step_time")
+
+
 def test_the_ten_best_with_a_reason_each(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*EXAMPLE, "--rule", "article"]) == 0
     out = capsys.readouterr().out
@@ -44,6 +47,7 @@ def test_json_has_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
         parts = sum(value for name, value in seconds.items() if name not in ("total", "hidden"))
         assert parts == pytest.approx(seconds["total"])
         assert plan["load_max_over_mean"] == pytest.approx(1)
+        assert set(plan["wire_bytes_of_rank"]) < set(seconds)
 
 
 def test_what_it_writes_is_what_validate_accepts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,10 +109,13 @@ def test_a_limit_of_routing_that_is_left_out_is_told(capsys: pytest.CaptureFixtu
 
 
 def test_a_plan_needs_no_torch_and_asks_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What takes long is asked once for all that share it: ``validate`` about a ds_config, groups of each two sizes."""
+    """What takes long is asked once for all that share it: ``validate`` about a ds_config, groups of each two sizes.
+
+    What does not fit is not timed.
+    """
     check = "import sys; from ds_hybrid.cli.main import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", check, *EXAMPLE], check=True, capture_output=True, timeout=60)
-    asked = {name: Counter[str]() for name in ("find_problems", "plan_layout", "dispatch_cost")}
+    asked = {name: Counter[str]() for name in _ASKED}
 
     def counting(name: str, function: Any) -> Any:
         def counted(*arguments: Any, **options: Any) -> Any:
@@ -124,6 +131,8 @@ def test_a_plan_needs_no_torch_and_asks_nothing_twice(monkeypatch: pytest.Monkey
         assert counts, name
         assert counts.most_common(1)[0][1] == 1, name
     assert sum(asked["plan_layout"].values()) <= 5 * 5  # the sizes that divide 16 ranks
+    assert sum(asked["slowest_ring"].values()) <= 4 * 5  # kinds of groups, of which many are one set
+    assert sum(asked["step_time"].values()) < sum(asked["memory"].values()) / 2
 
 
 def test_help_imports_neither_torch_nor_deepspeed() -> None:

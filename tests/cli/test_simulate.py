@@ -73,7 +73,7 @@ def test_memory(capsys: pytest.CaptureFixture[str]) -> None:
     lines = printed(capsys, *options).splitlines()
     assert lines[4].endswith("!")
     assert lines[-1] == "! does not fit: a rank has 73.6 GB. See --checkpoints, --zero-stage, --ep"
-    assert printed(capsys, *SMALL, "--checkpoints").splitlines()[-1].startswith("group; GB moved")
+    assert printed(capsys, *SMALL, "--checkpoints").splitlines()[-1].startswith("of one group; GB moved")
     options = ["zipf:1.0", *SMALL[1:], "--ep", "8", "--attention", "eager", "--dtype", "float32", "--json"]
     facts = json.loads(printed(capsys, *options))
     machine, model = read_machine("a100x8_ib200"), read_model("qwen3_30b_a3b")
@@ -82,6 +82,17 @@ def test_memory(capsys: pytest.CaptureFixture[str]) -> None:
     (run,) = facts["runs"]
     assert run["peak_memory_bytes"] == pytest.approx(planned, rel=0.02)
     assert run["fits"] == (run["peak_memory_bytes"] <= machine.memory_bytes)
+
+
+def test_rows_of_the_article_that_do_not_fit_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """Five sequences of 16,384 tokens fit with plan A alone."""
+    options = [*SMALL, "--seq-len", "16384", "--article", "--micro-batch", "5"]
+    text = printed(capsys, *options).splitlines()
+    assert text[-1] == "! does not fit: a rank has 73.6 GB. See --zero-stage, --micro-batch"
+    marks = [line.endswith("!") for line in text[3:13]]
+    assert marks == [not row["fits"] for row in json.loads(printed(capsys, *options, "--json"))]
+    assert any(marks)
+    assert not all(marks)
 
 
 def test_the_articles_techniques(capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,6 +115,7 @@ def test_the_articles_techniques(capsys: pytest.CaptureFixture[str]) -> None:
     assert [row["together"] is None for row in rows] == [False] * 5 + [True] * 2 + [False] * 3
     waits, hides = (row["together"]["step"] for row in rows[-2:])
     assert hides < waits
+    assert all(row["fits"] for row in rows)
     text = printed(capsys, *SMALL, "--seq-len", "32768", "--article").splitlines()
     assert len(text) == 3 + 10 + 3
     assert text[3].split()[6:8] == ["x", "1.000"]

@@ -17,7 +17,9 @@ from ds_hybrid.plan.memory import saved_activations
 from ds_hybrid.plan.model_file import model_from_config
 from ds_hybrid.plan.routing import RoutingLaw
 from ds_hybrid.plan.states import states
+from ds_hybrid.plan.traffic import zero_traffic
 from tests.multirank.models import CONFIGS
+from tests.multirank.sent_bytes import counted_collectives, dispatched
 from tests.multirank.training import ADAM
 from tests.ranks import RankPool
 
@@ -51,12 +53,16 @@ class Case:
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes of one rank, each storage once, and what was routed: [layers, E] (token, choice) pairs of this rank."""
+    """Bytes of one rank, each storage once, and what was routed: [layers, E] (token, choice) pairs of this rank.
+
+    ``sent`` is what left the rank in backward and step, but for dispatch.
+    """
 
     weights: int
     gradients: int
     optimizer: int
     saved: int
+    sent: int
     loads: list[list[int]]
 
 
@@ -83,8 +89,12 @@ def test_predicted_bytes_are_those_of_a_training(four_ranks: RankPool, case: Cas
     shape = model_from_config({"model_type": case.model_type, **MODELS[case.model_type]}, label="tiny", file="tiny")
     predicted = states(shape, case.candidate, value_bytes=case.work.value_bytes)
     for name in ("weights", "gradients", "optimizer"):
-        mean = np.mean([getattr(rank, name) for rank in measured])
-        assert getattr(predicted, name) == pytest.approx(mean, rel=0.05), name
+        most = max(getattr(rank, name) for rank in measured)
+        assert getattr(predicted, name) == pytest.approx(most, rel=0.05), name
+
+    zero = zero_traffic(shape, case.work, case.candidate)
+    sent = sum(kind.reduction.num_bytes + kind.gathers.num_bytes for kind in zero)
+    assert [rank.sent for rank in measured] == pytest.approx([sent] * 4, abs=32)  # and norms, and flags
 
     # What was routed is the law: a rank gets what the tokens of its group chose.
     loads = np.sum([rank.loads for rank in measured], axis=0)
@@ -136,14 +146,17 @@ def measure(case: Case) -> Measured:
         logits = engine(input_ids=ids[:, :-1], use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
     alive.clear()
-    gradients = gradients_of_backward(engine, loss)
-    engine.step()
+    before = dispatched(engine)
+    with counted_collectives() as sent:
+        gradients = gradients_of_backward(engine, loss)
+        engine.step()
+    num_sent = sum(sent) - (dispatched(engine) - before)
     basic = getattr(engine.optimizer, "optimizer", engine.optimizer)
     owned = [parameter for group in basic.param_groups for parameter in group["params"]]
     moments = [value for state in basic.state.values() for value in state.values() if torch.is_tensor(value)]
     optimizer = {key: size for key, size in storages([*owned, *moments]).items() if key not in weights}
     loads = [layer.expert_load.tolist() for layer in engine.module.modules() if hasattr(layer, "expert_load")]
-    measured = Measured(sum(weights.values()), gradients, sum(optimizer.values()), sum(saved.values()), loads)
+    measured = Measured(sum(weights.values()), gradients, sum(optimizer.values()), sum(saved.values()), num_sent, loads)
     engine.destroy()
     return measured
 

@@ -22,6 +22,8 @@ from ds_hybrid.plan.model_file import model_from_config
 from ds_hybrid.plan.report import header
 from ds_hybrid.plan.routing import RoutingLaw, read_routing
 from ds_hybrid.plan.search import Estimator, Request
+from ds_hybrid.plan.traffic import tensor_parallel_traffic
+from tests.multirank.sent_bytes import counted_collectives, dispatched
 from tests.ranks import RankPool
 
 SEQ_LEN = 4096
@@ -60,7 +62,11 @@ CASES = [
 def test_the_fullest_moment_is_as_predicted(
     four_ranks: RankPool, tmp_path: Path, candidate: Candidate, value_bytes: int
 ) -> None:
-    """To 15 %, for the rank that needs the most, with what was routed. The savings' own are far beyond that."""
+    """To 20 %, for the rank that needs the most, with what was routed: when gradients are freed differs between runs.
+    The savings' own are far beyond that.
+
+    And the bytes that leave a rank beside dispatch.
+    """
     work = Workload(SEQ_LEN, 1, value_bytes)
     machine = read_machine("a100x8_ib200")
     request = Request(MODEL, work, machine, machine.cluster(4), read_routing("zipf:1.0", MODEL))
@@ -70,10 +76,17 @@ def test_the_fullest_moment_is_as_predicted(
     (tmp_path / "text").write_text("To be, or not to be, that is the question: " * 20000)
     measured = four_ranks.run(peak_of_step, str(tmp_path))
 
-    loads = np.sum([loads for _, loads in measured], axis=0)
+    loads = np.sum([loads for _, loads, _ in measured], axis=0)
     law = RoutingLaw("as measured", MODEL.top_k * loads / loads.sum(1, keepdims=True), MODEL.num_moe_layers)
     predicted = memory(MODEL, work, candidate, law.demand(candidate.ep_size)).peak
-    assert predicted == pytest.approx(max(peak for peak, _ in measured), rel=0.15)
+    assert predicted == pytest.approx(max(peak for peak, *_ in measured), rel=0.2)
+
+    if candidate.zero_stage < 3:  # which keeps what it has gathered of a model as small as this
+        sent = sum(size for name, size in plan["predicted"]["wire_bytes_of_rank"].items() if name != "dispatch")
+        # The layers' meters count shares of tokens that are joined again as dispatch.
+        alike = replace(candidate, mode="replicated")
+        joined = [tensor_parallel_traffic(MODEL, work, one).num_bytes for one in (candidate, alike)]
+        assert [num_sent for *_, num_sent in measured] == pytest.approx([sent - joined[0] + joined[1]] * 4, rel=1e-4)
 
 
 def test_without_savings_the_prediction_would_be_another() -> None:
@@ -88,8 +101,10 @@ def test_without_savings_the_prediction_would_be_another() -> None:
         assert min(peaks[1:]) > 1.3 * peaks[0]
 
 
-def peak_of_step(folder: str) -> tuple[int, list[list[int]]]:
-    """Bytes of torch's allocator at the fullest moment of this rank's second step, and loads [layers, E]."""
+def peak_of_step(folder: str) -> tuple[int, list[list[int]], int]:
+    """Of this rank's second step: bytes of torch's allocator at its fullest moment, loads [layers, E] up to then, and
+    bytes that left the rank, but for dispatch.
+    """
     import train
 
     files = {"--deepspeed_config": "mine.json", "--model": "config.json", "--text": "text"}
@@ -105,15 +120,17 @@ def peak_of_step(folder: str) -> tuple[int, list[list[int]]]:
         )
         data = train.share_out(engine, corpus, options)
         train.train_step(engine, data, 0)
-        with torch.profiler.record_function("second step"):
+        before = dispatched(engine)
+        with torch.profiler.record_function("second step"), counted_collectives() as sent:
             train.train_step(engine, data, 1)
+    num_sent = sum(sent) - (dispatched(engine) - before)
     loads = [layer.expert_load.tolist() for layer in engine.module.modules() if hasattr(layer, "expert_load")]
     engine.destroy()
     del engine, model
     gc.collect()
     trace = Path(folder) / f"{dist.get_rank()}.json"
     profiler.export_chrome_trace(str(trace))
-    return fullest(json.loads(trace.read_text())["traceEvents"], "second step"), loads
+    return fullest(json.loads(trace.read_text())["traceEvents"], "second step"), loads, num_sent
 
 
 def fullest(events: list[dict[str, Any]], name: str) -> int:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from ds_hybrid.dispatch.arrived import by_rows
 from ds_hybrid.dispatch.meter import WireBytes
@@ -21,6 +17,7 @@ from ds_hybrid.dispatch.routing import Routing
 from ds_hybrid.dispatch.traffic import Traffic, WireShape, backward_traffic, forward_traffic
 from ds_hybrid.placement import ExpertPlacement
 from tests.dispatch.reference import Case, make_inputs
+from tests.multirank.sent_bytes import counted_collectives
 from tests.multirank.test_dispatchers import (
     NODE_OF_RANK,
     SPANNING,
@@ -173,52 +170,6 @@ def predict(
         forward_traffic(mode, ranks, shape, node_of_rank=NODE_OF_RANK),
         backward_traffic(mode, ranks, shape, node_of_rank=NODE_OF_RANK),
     )
-
-
-@contextmanager
-def counted_collectives() -> Iterator[list[int]]:
-    """Note the bytes of each message that this rank sends to others while open, whoever calls torch.distributed."""
-    sent: list[int] = []
-
-    def all_to_all(
-        output: Any,
-        input: Any,
-        output_split_sizes: Any = None,
-        input_split_sizes: Any = None,
-        group: Any = None,
-        **_: Any,
-    ) -> None:
-        size, me = dist.get_world_size(group), dist.get_rank(group)
-        elements = input.numel() // size * (size - 1)
-        if input_split_sizes:
-            per_row = input[0].numel() if len(input) else 0
-            elements = per_row * (sum(input_split_sizes) - input_split_sizes[me])
-        sent.append(elements * input.element_size())
-
-    def all_gather(output: Any, input: Any, group: Any = None, *_: Any, **__: Any) -> None:
-        sent.append(input.numel() * input.element_size() * (dist.get_world_size(group) - 1))
-
-    def all_reduce(tensor: Any, op: Any = None, group: Any = None, *_: Any, **__: Any) -> None:
-        size = dist.get_world_size(group)
-        sent.append(2 * tensor.numel() * tensor.element_size() * (size - 1) // size)
-
-    originals = {}
-    wrapped_names = {"all_to_all_single": all_to_all, "all_gather_single": all_gather, "all_reduce": all_reduce}
-    for name, noted in wrapped_names.items():
-        originals[name] = getattr(distributed_c10d, name)
-
-        def wrapped(*args: Any, _noted: Any = noted, _original: Any = originals[name], **kwargs: Any) -> Any:
-            _noted(*args, **kwargs)
-            return _original(*args, **kwargs)
-
-        setattr(distributed_c10d, name, wrapped)
-        setattr(dist, name, wrapped)
-    try:
-        yield sent
-    finally:
-        for name, original in originals.items():
-            setattr(distributed_c10d, name, original)
-            setattr(dist, name, original)
 
 
 def test_the_wrapper_sees_every_collective(four_ranks: RankPool) -> None:

@@ -144,7 +144,10 @@ def test_wrong_configs(changes: dict[str, object], message: str) -> None:
     [
         ({"decoder_sparse_step": 0}, "decoder_sparse_step = 0 (x): must be an integer >= 1."),
         ({"decoder_sparse_step": 4, "num_hidden_layers": 2}, "decoder_sparse_step = 4 (x): leaves no MoE layer of 2"),
-        ({"mlp_only_layers": "all"}, 'mlp_only_layers = "all" (x): must be a list of integers or null.'),
+        ({"mlp_only_layers": "all"}, 'mlp_only_layers = "all" (x): must be a list of integers from 0 to 47, or null.'),
+        ({"mlp_only_layers": [48]}, "mlp_only_layers = [48] (x): must be a list of integers from 0 to 47, or null."),
+        ({"tie_word_embeddings": "x"}, 'tie_word_embeddings = "x" (x): must be true, false or null.'),
+        ({"attention_bias": 1}, "attention_bias = 1 (x): must be true, false or null."),
         ({"head_dim": "a"}, 'head_dim = "a" (x): must be an integer >= 1.'),
         ({"max_position_embeddings": "x"}, 'max_position_embeddings = "x" (x): must be an integer >= 1.'),
         ({"num_key_value_heads": 3}, "num_key_value_heads = 3 (x): must divide num_attention_heads 32."),

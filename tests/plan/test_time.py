@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from ds_hybrid.dispatch.modes import MODES, NUM_FACTS, Mode
-from ds_hybrid.dispatch.predict import GroupSpeed
+from ds_hybrid.dispatch.predict import DemandTable, GroupSpeed, predicted_seconds
 from ds_hybrid.dispatch.traffic import WireShape, backward_traffic, expected_bytes, forward_traffic
 from ds_hybrid.plan.candidate import Candidate, Workload
 from ds_hybrid.plan.machine import Machine, read_machine
 from ds_hybrid.plan.model_file import read_model
 from ds_hybrid.plan.routing import read_routing
 from ds_hybrid.plan.sequence import gathers
-from ds_hybrid.plan.time import DispatchCost, StepTime, dispatch_cost, rings, step_time
+from ds_hybrid.plan.time import DispatchCost, StepTime, dispatch_cost, group_links, rings, step_time
 from ds_hybrid.topology.hostfile import parse_hostfile
 from ds_hybrid.topology.layout import consecutive_groups, plan_layout
 
@@ -76,6 +76,18 @@ def test_bytes_under_skew_are_those_of_drawn_tokens(mode: Mode) -> None:
     assert cost.lower_bound * tokens == pytest.approx(np.mean(bound), rel=0.05)
 
 
+@pytest.mark.parametrize("mode", [*MODES, "hierarchical"])
+def test_seconds_of_a_layer_are_those_by_which_auto_chooses(mode: Mode) -> None:
+    demand = read_routing("zipf:1.0", QWEN).demand(16, 2 if mode == "hierarchical" else 1)
+    to_each = np.full((16, 1), 4096.0)
+    table = DemandTable(to_each * demand.pairs, to_each * demand.rows, to_each * demand.rows_to_node, to_each[:, 0])
+    links = group_links(A100, A100.cluster(16), range(16), mode)
+    shape = WireShape(16, 128, 8, 2048, 2)
+    seconds = predicted_seconds(mode, table, shape, links, node_of_rank=(0,) * 8 + (1,) * 8)
+    cost = dispatch_cost(QWEN, WORK, Candidate(16, 1, 16, 1, mode), demand, A100, A100.cluster(16), range(16))
+    assert cost.seconds == pytest.approx(seconds)
+
+
 def test_two_stage_is_near_the_bound_and_replicated_has_none() -> None:
     ratio = layer_cost("two_stage", 8).ratio
     assert ratio is not None
@@ -126,8 +138,9 @@ def test_tensor_parallelism_speeds_up_attention_alone() -> None:
     assert alone - shared == pytest.approx(attention / 2)
     assert time_of(BASE).tensor_parallel == 0
     # Each layer: an all-reduce after attention, and backward in float32 one before it and of the norms of queries and
-    # keys; two gathers of tokens, one of weights.
+    # keys; two gathers of tokens, one of weights. In the end the gradients of all that is whole, in float32.
     num_bytes = 48 * (4096 * (2 * 2048 * 2 + 2 * 2048 * 4 + 2 * 2048 * 2 + 8 * 4) + 2 * 2 * 128 * 4)
+    num_bytes += 2 * 4 * QWEN.num_whole_parameters
     assert time_of(replace(BASE, tp_size=2), PLAIN).tensor_parallel == pytest.approx(num_bytes / 2 / 1e9)
 
 

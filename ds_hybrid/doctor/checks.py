@@ -79,6 +79,8 @@ _COMPARED: tuple[tuple[str, Severity, Callable[[HostFacts], str | None]], ...] =
     ("deepspeed", "error", lambda host: host.packages["deepspeed"]),
     ("ds_hybrid", "error", lambda host: f"{host.packages['ds_hybrid'] or 'copy'} (files {host.source_digest})"),
     ("transformers", "warning", lambda host: host.packages["transformers"]),
+    ("accelerate", "warning", lambda host: host.packages["accelerate"]),
+    ("peft", "warning", lambda host: host.packages["peft"]),
     ("ninja", "warning", lambda host: host.ninja),
     ("accelerator", "error", lambda host: host.accelerator),
 )

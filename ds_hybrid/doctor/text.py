@@ -19,6 +19,8 @@ _VERSIONS: tuple[tuple[str, Callable[[HostFacts], str | None]], ...] = (
     ("deepspeed", lambda host: host.packages["deepspeed"]),
     ("ds_hybrid", lambda host: host.packages["ds_hybrid"]),
     ("transformers", lambda host: host.packages["transformers"]),
+    ("accelerate", lambda host: host.packages["accelerate"]),
+    ("peft", lambda host: host.packages["peft"]),
     ("ninja", lambda host: host.ninja),
     ("compiler", lambda host: host.compiler),
 )

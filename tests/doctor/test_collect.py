@@ -56,7 +56,8 @@ def test_this_machine(tmp_path: Path) -> None:
     assert (facts.host_name, facts.host_key) == (name, key_of_this_host())
     assert facts.addresses == tuple(dict.fromkeys(str(one[4][0]) for one in socket.getaddrinfo(name, None)))
     assert facts.python == platform.python_version()
-    assert facts.packages == {one: version(one) for one in ("ds_hybrid", "deepspeed", "torch", "transformers")}
+    names = ("ds_hybrid", "deepspeed", "torch", "transformers", "accelerate", "peft")
+    assert facts.packages == {one: version(one) for one in names}
     assert (facts.ninja, facts.compiler) == ("1.10.0", "mine 7.1")
     assert (facts.accelerator, facts.backend, facts.devices, facts.failure) == ("cpu", "gloo", (), None)
     assert facts.reports == (RankReport(key_of_this_host(), name, numa_node=numa_node_of_this_process()),)

@@ -46,6 +46,8 @@ versions
   deepspeed     0.19.8
   ds_hybrid     0.1.0
   transformers  5.24.0
+  accelerate    1.15.0
+  peft          0.21.2
   ninja         1.13.2            g0
   ninja         none              g1
   compiler      c++ (GCC) 12.2.0
@@ -102,6 +104,8 @@ versions
   deepspeed     0.19.8
   ds_hybrid     0.1.0
   transformers  5.24.0
+  accelerate    1.15.0
+  peft          0.21.2
   ninja         1.13.2
   compiler      c++ (GCC) 12.2.0
 

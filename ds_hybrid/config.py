@@ -146,7 +146,7 @@ NOT_YET: Final[_Values] = MappingProxyType(
         "hybrid_engine.enabled": (False,),
     }
 )
-"""Values that this version has, where it does not have all that the models above name."""
+"""Values that work with everything."""
 
 NOT_YET_WITH_EXPERT_PARALLEL: Final[_Values] = MappingProxyType(
     {
@@ -394,8 +394,9 @@ def _sequence_problems(document: Mapping[str, Any], world_size: int | None) -> I
     if num_replicas is ABSENT or world_size is None or world_size % shared_by:
         return
     if num_replicas != world_size // shared_by:
-        rule = f"must be world_size {world_size} / sequence_parallel_size {shared_by}. Remove it, or set it to {{}}."
-        yield Problem("data_parallel_size", rule.format(world_size // shared_by), num_replicas)
+        size = world_size // shared_by
+        rule = f"must be world_size {world_size} / sequence_parallel_size {shared_by}. Remove it, or set it to {size}."
+        yield Problem("data_parallel_size", rule, num_replicas)
 
 
 def _universal_problems(document: Mapping[str, Any]) -> Iterator[Problem]:

@@ -46,7 +46,7 @@ NOT_ERRORS = {
     "! does not fit: a rank has … GB",
     "rank's over the mean; GB: memory of a rank at its fullest",
     "Left out: … takes a token's experts from … of … groups",
-    "This version refuses all but …",  # in docs/configuration.md
+    "… … … - Value: …. - Default: … json … ",  # in docs/configuration.md
     "Sizes stay where DeepSpeed has them",
 }
 """Sentences in files with errors that are none."""

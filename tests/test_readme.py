@@ -36,9 +36,29 @@ def test_the_quoted_messages_are_real(changes: dict[str, object]) -> None:
     assert message in README
 
 
-def test_every_file_of_the_package_is_in_the_tree() -> None:
+def test_the_tree_names_every_file_where_it_is() -> None:
     root = Path(__file__).parent.parent
-    files = {path.name for path in (root / "ds_hybrid").rglob("*.py")} - {"__init__.py", "main.py"}
-    files |= {path.name for path in (root / "launch").iterdir() if path.suffix in {".py", ".sh"}}
-    named = set(re.findall(r"\w+\.(?:py|sh)", README)) | {"validate.py", "schema.py"}
-    assert files - named == set()
+    named = files_of_the_tree(README.split("## The tree")[1].split("```")[1])
+    there = {
+        path.relative_to(root)
+        for folder, pattern in (("ds_hybrid", "*.py"), ("launch", "*.py"), ("launch", "*.sh"), ("docs", "*.md"))
+        for path in (root / folder).rglob(pattern)
+        if path.name != "__init__.py"
+    }
+    assert there - named == set()
+    assert {path for path in named if not (root / path).exists()} == set()
+
+
+def files_of_the_tree(tree: str) -> set[Path]:
+    """Each name belongs to the last folder above it that is indented less."""
+    files: set[Path] = set()
+    folders: dict[int, Path] = {-1: Path()}
+    for line in tree.splitlines():
+        indent = len(line) - len(line.lstrip())
+        folders = {depth: folder for depth, folder in folders.items() if depth < indent}
+        folder = folders[max(folders)]
+        if heading := re.match(r" *(\w+)/ ", line):
+            folder = folders[indent] = folder / heading[1]
+        names = re.findall(r"(?<![\w/])\w+\.(?:py|sh|sbatch|yaml|md|css|js)\b(?!/)", line)
+        files |= {folder / name for name in names}
+    return files

@@ -31,8 +31,8 @@ class KVGatherAttention:
     """Softmax attention of this rank's queries over the keys and values of all ranks of ``group``.
 
     Memory: a shard's queries, output and gradients; keys and values of all ranks only where the schedule says so (all
-    of them for ``"whole"``, ``in_flight`` pieces and what is kept for ``"blocks"``, two shards for ``"ring"``); masks
-    and scores of one tile.
+    of them for ``"whole"``, ``in_flight`` pieces and what is kept for ``"blocks"``, three shards, and three of
+    gradients, for ``"ring"``); masks and scores of one tile.
 
     Args:
         group: the ranks that share the sequences; its meter counts what leaves.
@@ -164,7 +164,7 @@ class _KVGather(torch.autograd.Function):
         query, key, value, output, lse, *kept = ctx.saved_tensors
         run = BackwardPass(ctx.call.rules, query, output, lse, grad_output)
         ctx.call.exchanges.group.meter.watched_by = ctx.call.spans
-        with ctx.call.spans.back(_SPAN):
+        with ctx.call.spans.back(_SPAN), torch.autocast(query.device.type, enabled=False):
             grad_key, grad_value = ctx.call.backward(ctx.call.own(key, value), run, kept)
         return run.grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), None
 

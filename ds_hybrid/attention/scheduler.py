@@ -36,12 +36,13 @@ class Scheduler:
         self._memory_bytes = memory_bytes
         self._speed = _measured_link(group)
         self._matmul_flops: dict[torch.dtype, float] = {}
-        self._picked: dict[AttentionShape, Schedule] = {}
+        self._picked: dict[tuple[AttentionShape, torch.dtype], Schedule] = {}
 
     def __call__(self, attention: AttentionShape, dtype: torch.dtype) -> Schedule:
         """For a layer whose tensors have this dtype. All ranks call it together."""
-        if attention not in self._picked:
-            self._picked[attention], reason = choose(
+        layer = attention, dtype
+        if layer not in self._picked:
+            self._picked[layer], reason = choose(
                 self._choice,
                 attention,
                 speed=self._speed,
@@ -49,7 +50,7 @@ class Scheduler:
                 memory_bytes=self._memory_bytes,
             )
             log_dist(f"ds_hybrid.attention.kv_gather: {reason}", ranks=[0], level=logging.INFO)
-        return self._picked[attention]
+        return self._picked[layer]
 
     def _flops_in(self, dtype: torch.dtype) -> float:
         """Measured when the first tensors of a dtype come, on all ranks at once."""

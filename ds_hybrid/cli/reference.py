@@ -40,7 +40,7 @@ _EXAMPLES: Final[Mapping[str, Any]] = MappingProxyType(
         "rebalance.threshold": 1.5,
         "attention.kv_gather": "auto",
         "observe.directory": "runs/first",
-        "plan": {"model": "qwen3_30b_a3b"},
+        "plan": {"needs": {"checkpoints": True, "loss_chunk": 1024}},
     }
 )
 """Values to show. A key that is not here shows another value than its default, or its default."""
@@ -98,23 +98,17 @@ def _sections() -> Iterator[str]:
 
 
 def _key(path: str, field: FieldInfo, schema: Mapping[str, Any], *, level: int = 3) -> str:
-    works = config.NOT_YET.get(f"ds_hybrid.{path}")
-    refused = f" This version refuses all but {listed(works)}." if works else ""
     return (
         f"{'#' * level} {path}\n\n{field.description}\n\n"
-        f"- Value: {values_of(schema)}.{refused}\n- Default: `{show(field.default)}`\n\n"
+        f"- Value: {values_of(schema)}.\n- Default: `{show(field.default)}`\n\n"
         f"```json\n{json.dumps(_example(path, field))}\n```\n"
     )
 
 
 def _example(path: str, field: FieldInfo) -> dict[str, Any]:
     value = _EXAMPLES.get(path, not field.default if isinstance(field.default, bool) else field.default)
-    beside = _BESIDE.get(path, {})
-    works = config.NOT_YET.get(f"ds_hybrid.{path}")
-    if works and value not in works:
-        value, beside = works[0], {}
     document: dict[str, Any] = {}
-    for place, setting in {**beside, f"ds_hybrid.{path}": value}.items():
+    for place, setting in {**_BESIDE.get(path, {}), f"ds_hybrid.{path}": value}.items():
         *sections, key = place.split(".")
         inner = document
         for section in sections:
@@ -149,6 +143,7 @@ def _refusals() -> Iterator[str]:
     yield from _table("In this version", config.NOT_YET)
     yield from _table("With `expert_parallel.enabled`", config.NOT_YET_WITH_EXPERT_PARALLEL)
     yield from _table("With `ds_hybrid.rebalance.enabled`", config.NOT_WITH_REBALANCE)
+    yield from _table('With `ds_hybrid.attention.kv_gather` other than "off"', config.NOT_WITH_KV_GATHER)
     yield from _table("Not refused, but in vain: AutoEP's options that our dispatchers replace", config.REPLACED)
 
 

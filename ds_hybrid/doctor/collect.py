@@ -19,14 +19,11 @@ from pathlib import Path
 from typing import Final
 
 import ds_hybrid
-from ds_hybrid.doctor.facts import HostFacts, to_line
+from ds_hybrid.doctor.facts import PACKAGES, HostFacts, to_line
 from ds_hybrid.doctor.locks import find_locks
-from ds_hybrid.engine.versions import TESTED
 from ds_hybrid.observe.nvlink import GpuCounters, NotAvailable, NvlinkUse, read_counters, use_between
 from ds_hybrid.topology.cluster import RankReport
 from ds_hybrid.topology.this_host import key_of_this_host
-
-PACKAGES = ("ds_hybrid", *TESTED)
 
 NVLINK_SECONDS: Final = 1.0
 """The window over which the use of NVLinks is told."""

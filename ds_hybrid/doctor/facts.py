@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from pydantic import TypeAdapter, ValidationError
 
+from ds_hybrid.engine.versions import TESTED
 from ds_hybrid.observe.nvlink import NvlinkUse
 from ds_hybrid.topology.cluster import RankReport
+
+PACKAGES: Final = ("ds_hybrid", *TESTED)
 
 _MARK: Final = "ds_hybrid.doctor facts: "
 
@@ -38,7 +41,7 @@ class HostFacts:
         host_key: differs between machines, also between those of one name.
         addresses: what its own name means on it, as text, the first counts; empty when the name is unknown there.
         python: version of the interpreter.
-        packages: the version of each package by its name, None where it is not installed.
+        packages: the version of each of :data:`PACKAGES`, None where it is not installed.
         source_digest: a fingerprint of the package's own files, as checkouts of one version may differ.
         ninja: version of the ninja on PATH, which compiles the extensions; None when there is none.
         compiler: the first line that the C++ compiler says of itself; None when there is none.
@@ -93,6 +96,8 @@ def from_output(output: str) -> HostFacts | NoFacts | None:
     if not lines:
         return None
     try:
-        return TypeAdapter(HostFacts).validate_json(lines[-1])
+        facts = TypeAdapter(HostFacts).validate_json(lines[-1])
+        # Another ds_hybrid looks at other packages.
+        return replace(facts, packages=dict.fromkeys(PACKAGES) | dict(facts.packages))
     except ValidationError:
         return NoFacts(is_reachable=True, reason="its ds_hybrid is another one, which answers in another form")

@@ -112,6 +112,14 @@ def initialize(
             config_class=ds_config,
         )
         compare_ranks(_facts_of_layers(engine))
+        if engine.unsavable_weight() is not None:
+            log_dist(
+                "ds_hybrid: zero_optimization.stage = 3 and the experts are frozen: DeepSpeed cannot save checkpoints "
+                'of that. Save the weights alone (save_16bit_model; save_strategy="no" and save_model with the '
+                "Trainer), or use stage 1 or 2.",
+                ranks=[0],
+                level=logging.WARNING,
+            )
         if timeout is not None:
             limit_waiting(timeout)
     finally:

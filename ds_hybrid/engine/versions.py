@@ -14,7 +14,7 @@ TESTED = MappingProxyType(
         "peft": ("0.21.2",),
     },
 )
-"""The versions that the whole test suite ran with."""
+"""The versions that the tests ran with: all of them with the last ones, the presets and the Trainer with each."""
 
 
 def untested_versions() -> list[str]:

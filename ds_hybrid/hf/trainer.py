@@ -8,7 +8,6 @@ in ``get_state_dict``. To everybody else ``deepspeed.initialize`` stays what it 
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -16,7 +15,6 @@ from types import MappingProxyType, TracebackType
 from typing import Any
 
 import deepspeed
-from deepspeed.utils import log_dist
 from packaging.version import Version
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
@@ -162,7 +160,6 @@ def _preparing(
         for engine in prepared:
             if isinstance(engine, MoEEngine):
                 _lead_schedulers(args, engine)
-                _warn_of_checkpoints(engine)
                 self.get_state_dict = _gathering(self.get_state_dict)
         return prepared
 
@@ -224,16 +221,6 @@ def _lead_schedulers(prepared: Sequence[Any], engine: MoEEngine) -> None:
             follow_split(scheduler, engine.group_origins)
             # Another optimizer's where Accelerate has put DeepSpeed's for the CPU in its place.
             client.param_groups = engine.basic_optimizer.param_groups
-
-
-def _warn_of_checkpoints(engine: MoEEngine) -> None:
-    if engine.unsavable_weight() is not None:
-        log_dist(
-            "ds_hybrid: zero_optimization.stage = 3 and the experts are frozen: DeepSpeed cannot save checkpoints of "
-            'that. Save with save_strategy="no" and save_model, or use stage 1 or 2.',
-            ranks=[0],
-            level=logging.WARNING,
-        )
 
 
 def _gathering(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -124,13 +124,16 @@ class _Keys:
         is_list = value is None or isinstance(value, list)
         if is_list and all(type(layer) is int and 0 <= layer < num_layers for layer in value or []):
             return set(value or [])
-        self.problems.append(Problem(key, f"must be a list of integers from 0 to {num_layers - 1}, or null.", value))
+        last = num_layers - 1
+        self.problems.append(Problem(key, f"must be a list of integers from 0 to {last}, or null.", value))
         return set()
 
 
 def _grouped_model(keys: _Keys, config: Mapping[str, Any], label: str) -> ModelShape:
     is_mixtral = config["model_type"] == "mixtral"
     hidden_size, num_heads, num_layers = keys("hidden_size"), keys("num_attention_heads"), keys("num_hidden_layers")
+    # Newer transformers write Qwen's number under Mixtral's name.
+    names_as_qwen = not is_mixtral and config.get("num_experts") is not None
     step = 1 if is_mixtral else keys.optional("decoder_sparse_step") or 1
     named = set() if is_mixtral else keys.layers("mlp_only_layers", num_layers)
     dense_layers = {layer for layer in range(num_layers) if layer in named or (layer + 1) % step}
@@ -149,8 +152,7 @@ def _grouped_model(keys: _Keys, config: Mapping[str, Any], label: str) -> ModelS
         ),
         dense_width=keys("intermediate_size") if dense_layers else 0,
         expert_width=keys("intermediate_size" if is_mixtral else "moe_intermediate_size"),
-        # Newer transformers write Qwen's number under Mixtral's name.
-        num_experts=keys("num_experts" if "num_experts" in config and not is_mixtral else "num_local_experts"),
+        num_experts=keys("num_experts" if names_as_qwen else "num_local_experts"),
         top_k=keys("num_experts_per_tok"),
         is_tied=keys.switch("tie_word_embeddings"),
         max_positions=keys.optional("max_position_embeddings"),

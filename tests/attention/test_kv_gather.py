@@ -73,21 +73,21 @@ def test_a_schedule_is_asked_for_by_size_and_dtype() -> None:
         assert asked.pop() == (AttentionShape(kv, case.num_heads, case.causal, case.window), torch.float64)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_autocast_rounds_what_comes_in_and_nothing_else(schedule: str) -> None:
+def test_autocast_rounds_what_comes_in_and_nothing_else(schedule: str, dtype: torch.dtype) -> None:
     tensors = make_tensors(CASE).to(torch.float32)
     inputs = [x.requires_grad_() for x in (tensors.query, tensors.key, tensors.value)]
-    rounded = [x.detach().bfloat16().requires_grad_() for x in inputs]
+    rounded = [x.detach().to(dtype).requires_grad_() for x in inputs]
+    upstream = tensors.grad_output.to(dtype)
     expected = attention(schedule)(*rounded, CASE.sight(1, 0))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = attention(schedule)(inputs[0], inputs[1], inputs[2].bfloat16(), CASE.sight(1, 0))
-    assert found.dtype == torch.bfloat16
+    expected_gradients = torch.autograd.grad(expected, rounded, upstream)
+    with torch.autocast("cpu", dtype=dtype):
+        found = attention(schedule)(inputs[0], inputs[1], inputs[2].to(dtype), CASE.sight(1, 0))
+        gradients = torch.autograd.grad(found, inputs, upstream)
+    assert found.dtype == dtype
     assert found.equal(expected)
-    upstream = tensors.grad_output.bfloat16()
-    pairs = zip(
-        torch.autograd.grad(found, inputs, upstream), torch.autograd.grad(expected, rounded, upstream), strict=True
-    )
-    assert all(ours.bfloat16().equal(theirs) for ours, theirs in pairs)
+    assert all(ours.to(dtype).equal(theirs) for ours, theirs in zip(gradients, expected_gradients, strict=True))
 
 
 def test_what_is_refused() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ds_hybrid.doctor.facts import Lock, NoFacts, from_output, to_line
@@ -22,6 +24,11 @@ def test_round_trip(facts: object) -> None:
     line = to_line(facts)  # type: ignore[arg-type]
     assert "\n" not in line
     assert from_output(f"Welcome!\n{line}\nlogout\n") == facts
+
+
+def test_a_host_whose_version_asks_for_fewer_packages() -> None:
+    known = {name: found for name, found in FACTS.packages.items() if name != "peft"}
+    assert from_output(to_line(replace(FACTS, packages=known))) == replace(FACTS, packages={**known, "peft": None})
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,8 @@ from ds_hybrid.observe.report.page import page
 from ds_hybrid.observe.report.placements import LayerHistory, Placed, Slots, histories
 from ds_hybrid.observe.report.view import RunView
 from ds_hybrid.observe.run_directory import RunEvents, read_events
+from ds_hybrid.observe.timeline import Timed, span_columns
+from ds_hybrid.observe.timeline import timeline_record as made_timeline
 from tests.observe.runs import (
     AT_FIRST,
     BEGAN,
@@ -251,6 +253,32 @@ def test_timeline_adds_up(whole: RunView) -> None:
     assert step.names == ("router", "plan", "dispatch", "experts", "combine")
     assert step.exposed_fraction == pytest.approx(sum(2 * wait for wait in waits.values()) / 1e6 / 4 / 0.151)
     assert drawn_ranks(step) == step.ranks
+
+
+def test_a_repeated_forward_counts_once() -> None:
+    """Backward's combine holds the forward that checkpointing repeats, in which alone the rank waited."""
+    spans = [
+        ("router", "forward", 1, 2),
+        ("combine", "forward", 6, 1),
+        ("combine", "backward", 100, 50),
+        ("router", "recompute", 110, 3),
+        ("dispatch", "recompute", 113, 5),
+        ("wait", "backward", 114, 2),
+        ("experts", "recompute", 118, 7),
+        ("combine", "recompute", 125, 4),
+        ("dispatch", "recompute", 129, 1),
+        ("wait", "backward", 129.5, 0.5),
+        ("experts", "backward", 150, 20),
+    ]
+    timed = [Timed(name, phase, 0, start / 1e3, length / 1e3) for name, phase, start, length in spans]
+    record = made_timeline([span_columns(timed)], LAYERS[:1], time=0, step=10)
+    shown = view_of(RunEvents((run_record(), step_record(10))), name="run", timeline=record, timeline_steps=(10,))
+    assert shown.step is not None
+    (rank,) = shown.step.ranks
+    found = {name: 1e3 * rank.seconds(name) for name in shown.step.names}
+    assert found == pytest.approx({"router": 5, "dispatch": 6, "experts": 27, "combine": 1 + 4 + 50 - 20})
+    assert 1e3 * rank.exposed == pytest.approx(2.5)
+    assert shown.step.exposed_fraction == pytest.approx(2.5 / 169)
 
 
 def test_columns_of_the_heatmap_are_stretches_of_steps() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,6 +14,7 @@ import numpy.typing as npt
 from ds_hybrid.observe.events import WAIT, Span
 from ds_hybrid.observe.report.palette import SPANS
 from ds_hybrid.observe.report.plot import Line, Mark
+from ds_hybrid.observe.timeline import covered_within
 
 Severity = Literal["problem", "advice", "note"]
 
@@ -156,13 +158,27 @@ class RankTimeline:
         return tuple(span for span in self.spans if span.name == WAIT)
 
     def seconds(self, name: str) -> float:
-        """Of the spans of a name inside layers."""
-        return sum(span.seconds for span in self.of_layers if span.name == name)
+        """Of the spans of a name inside layers. Those of backward count without the forward that activation
+        checkpointing repeats inside them, whose own spans do."""
+        return self._seconds.get(name, 0.0)
+
+    @cached_property
+    def _seconds(self) -> Mapping[str, float]:
+        """By name."""
+        repeated = [span for span in self.of_layers if span.phase == "recompute"]
+        backward = [span for span in self.of_layers if span.phase == "backward"]
+        found: defaultdict[str, float] = defaultdict(float)
+        for span in self.of_layers:
+            found[span.name] += span.seconds
+        for span, inside in zip(backward, covered_within(*_ends_of(backward), *_ends_of(repeated)), strict=True):
+            found[span.name] -= float(inside)
+        return found
 
     @property
     def exposed(self) -> float:
-        """Seconds in which the rank stood still for messages of layers."""
-        return sum(span.exposed for span in self.of_layers)
+        """Seconds in which the rank stood still for messages of layers. Spans of layers lie inside one another, so
+        what each of them waited does not add up."""
+        return sum(wait.seconds for wait in self.waits)
 
     @property
     def end(self) -> float:
@@ -219,6 +235,12 @@ class RunView:
     step: StepView | None
     attention_bytes: int = 0
     advice: tuple[Advice, ...] = ()
+
+
+def _ends_of(spans: Sequence[Span]) -> tuple[FloatArray, FloatArray]:
+    """[N] when each begins and ends."""
+    starts = np.array([span.start for span in spans], dtype=np.float64)
+    return starts, starts + np.array([span.seconds for span in spans], dtype=np.float64)
 
 
 def relative(loads: IntArray | FloatArray) -> FloatArray:

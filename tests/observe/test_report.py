@@ -194,20 +194,68 @@ def test_a_checkpoint_loaded_at_the_end_places_no_earlier_record() -> None:
     assert histories(records)[LAYERS[0]].changes == (Placed(0, AT_FIRST), Placed(10, MOVED), Placed(20, AT_FIRST))
 
 
+IN_FOUR_SLOTS = dict.fromkeys(LAYERS, ((0, 1), (2, 3)))
+OTHER = run_record(
+    time=BEGAN + 500,
+    model="Other",
+    layers=tuple(of.model_copy(update={"num_experts": 4, "expert_of_slot": ((0, 1), (2, 3))}) for of in RUN.layers),
+)
+
+
+@pytest.mark.parametrize(
+    ("idle", "told"),
+    [
+        ([OTHER], "the run that began in this directory at 2026-09-21 14:21 UTC has no step yet; the one before it"),
+        ([OTHER, resume(1000, **IN_FOUR_SLOTS)], "at 2026-09-21 14:21 UTC has no step yet; the one before it"),
+        (
+            [OTHER, OTHER],
+            "the last 2 runs that began in this directory, from 2026-09-21 14:21 UTC on, have no step yet",
+        ),
+        ([run_on_four(), OTHER], "the last 2 runs that began in this directory, from 2026-09-21 14:14 UTC on, have no"),
+        ([run_on_four(), resume(20, **dict.fromkeys(LAYERS, ON_FOUR)), run_on_four()], "the last 2 runs that began"),
+        ([run_on_four(), rebalance_record(step=0, action="called", decisions=())], "has no step yet; the one before"),
+    ],
+)
+def test_starts_that_made_no_step_change_nothing(idle: list[Record], told: str) -> None:
+    """As after tries that ran out of memory: of another model, or on other ranks."""
+    made = [RUN, step_record(10), step_record(20)]
+    alone, shown = view(*made), view(*made, *idle)
+    assert [each.text for each in shown.advice if told in each.text] != []
+    assert len(shown.advice) == len(alone.advice) + 1
+    assert [each for each in shown.advice if told not in each.text] == list(alone.advice)
+    assert (shown.facts, shown.nodes, shown.rebalances) == (alone.facts, alone.nodes, alone.rebalances)
+    assert len(shown.layers) == 2
+    for layer, before in zip(shown.layers, alone.layers, strict=True):
+        assert (layer.first_slots, layer.last_slots, layer.group) == (AT_FIRST, AT_FIRST, (0, 1))
+        assert layer.rank_spread == before.rank_spread
+
+
+def test_starts_between_that_made_no_step_change_nothing() -> None:
+    made = [RUN, step_record(10), run_record(time=BEGAN + 600), resume(10), step_record(20)]
+    assert page(view(*made[:2], OTHER, resume(10, **IN_FOUR_SLOTS), *made[2:])) == page(view(*made))
+
+
+def test_steps_of_which_there_is_no_record_made_their_moves() -> None:
+    """The second start moved experts at step 13 and saved at 15, before its first record."""
+    moved = rebalance_record(step=13)
+    then = resume(15, **{LAYERS[0]: MOVED, LAYERS[1]: AT_FIRST})
+    made = [RUN, step_record(10), run_record(time=1.0), resume(10), moved, run_record(time=2.0), then, step_record(20)]
+    shown = view(*made)
+    assert [(row.step, row.num_moved) for row in shown.rebalances] == [(13, 2)]
+    assert dict(shown.facts)["Resumed"] == "at step 10, at step 15"
+
+
+def test_no_start_made_a_step() -> None:
+    shown = view(OTHER, run_record(time=BEGAN + 600))
+    assert [each.title for each in shown.advice] == ["No step was recorded", "Watch it live"]
+    assert dict(shown.facts)["Model"].startswith("Qwen3MoeForCausalLM")
+
+
 def test_another_model_in_the_directory() -> None:
-    """Without a step of it yet, the run before is shown; with one, nothing of the run before."""
-    other = run_record(
-        time=BEGAN + 500,
-        model="Other",
-        layers=tuple(of.model_copy(update={"num_experts": 4, "expert_of_slot": ((0, 1), (2, 3))}) for of in RUN.layers),
-    )
-    before = view(RUN, step_record(10), other)
-    assert dict(before.facts)["Model"].startswith("Qwen3MoeForCausalLM")
-    assert [layer.num_experts for layer in before.layers] == [8, 8]
-    assert any("has no step yet; the one before it is shown" in each.text for each in before.advice)
+    """From its first step on, nothing of the run before is shown."""
     small = tuple(of.model_copy(update={"load": (100, 200, 300, 424)}) for of in step_record(1010).layers)
-    loaded = resume(1000, **dict.fromkeys(LAYERS, ((0, 1), (2, 3))))
-    after = view(RUN, step_record(10), other, loaded, step_record(1010, layers=small))
+    loaded = resume(1000, **IN_FOUR_SLOTS)
+    after = view(RUN, step_record(10), OTHER, loaded, step_record(1010, layers=small))
     assert [(layer.steps, layer.num_experts) for layer in after.layers] == [((1010,), 4)] * 2
     assert after.lines["loss"][0].steps == (1010,)
     assert any("is of other layers or experts, and left out" in each.text for each in after.advice)

@@ -42,7 +42,7 @@ MONITORS: Final = ("tensorboard", "wandb", "csv_monitor", "comet")
 
 def advice_for(events: RunEvents, layers: Sequence[LayerView], step: StepView | None) -> tuple[Advice, ...]:
     """Everything worth telling, the gravest first."""
-    run = events.runs[-1]
+    run = events.run
     found = [
         *_about_records(events),
         *_about_loss(events.steps),
@@ -64,7 +64,7 @@ def advice_for(events: RunEvents, layers: Sequence[LayerView], step: StepView | 
 def _about_records(events: RunEvents) -> list[Advice]:
     found = [Advice("note", "A record was passed over", f"{warning}.") for warning in events.warnings]
     if not events.steps:
-        interval = _ours(events.runs[-1], "observe").get("interval", 10)
+        interval = _ours(events.run, "observe").get("interval", 10)
         text = (
             f"The run wrote its start and no step. Records come every ds_hybrid.observe.interval = {interval} "
             "optimizer steps: it stopped earlier, or has not come so far yet."

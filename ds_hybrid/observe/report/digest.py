@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import chain, pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -56,7 +57,7 @@ def view_of(events: RunEvents, *, name: str, timeline: TimelineRecord | None, ti
         timeline_steps: all steps that have a timeline.
     """
     events = settled(events)
-    run, places, records = events.runs[-1], histories(events.records), _loaded(events.steps)
+    run, places, records = events.run, histories(events.records), _loaded(events.steps)
     layers = tuple(
         _layer_view(facts, records[facts.name], events, run, places[facts.name])
         for facts in run.layers
@@ -79,26 +80,36 @@ def view_of(events: RunEvents, *, name: str, timeline: TimelineRecord | None, ti
 
 
 def settled(events: RunEvents) -> RunEvents:
-    """Those of one model, without a start that nothing followed yet; what is left out is told as a warning."""
-    records, warnings = list(events.records), list(events.warnings)
-    starts = [place for place, record in enumerate(records) if isinstance(record, RunRecord)]
-    begun = any(isinstance(record, StepRecord | ResumeRecord) for record in records[starts[-1] :])
-    if not begun and any(isinstance(record, StepRecord) for record in records):
-        began = _date(records[starts[-1]].time)
-        warnings.append(f"the run that began in this directory at {began} has no step yet; the one before it is shown")
-        del records[starts.pop() :]
-    others = [place for place in starts if _experts(records[place]) != _experts(records[starts[-1]])]
+    """Those of one model up to the start that made the last steps, without starts that came to nothing. What is left
+    out at the end and of other models is told as a warning."""
+    warnings, starts = list(events.warnings), _starts(events)
+    shown = events.runs.index(events.run)
+    idle = events.runs[shown + 1 :]
+    if idle:
+        which = f"the run that began in this directory at {_date(idle[-1].time)} has"
+        if len(idle) > 1:
+            which = f"the last {len(idle)} runs that began in this directory, from {_date(idle[0].time)} on, have"
+        warnings.append(f"{which} no step yet; the one before {'it' if len(idle) == 1 else 'them'} is shown")
+    kept = [start for start in starts[:shown] if not all(isinstance(each, RunRecord | ResumeRecord) for each in start)]
+    kept.append(starts[shown])
+    others = [place for place, start in enumerate(kept) if _experts(start) != _experts(kept[-1])]
     if others:
-        first = starts[starts.index(others[-1]) + 1]
+        kept = kept[others[-1] + 1 :]
         warnings.append(
-            f"what was written here before {_date(records[first].time)} is of other layers or experts, and left out"
+            f"what was written here before {_date(kept[0][0].time)} is of other layers or experts, and left out"
         )
-        del records[:first]
-    return RunEvents(tuple(records), tuple(warnings))
+    return RunEvents(tuple(chain.from_iterable(kept)), tuple(warnings))
 
 
-def _experts(run: Record) -> dict[str, int]:
-    """How many each layer has."""
+def _starts(events: RunEvents) -> list[tuple[Record, ...]]:
+    """The records from each start to the next one."""
+    places = [place for place, record in enumerate(events.records) if isinstance(record, RunRecord)]
+    return [events.records[first:last] for first, last in pairwise([*places, len(events.records)])]
+
+
+def _experts(start: Sequence[Record]) -> dict[str, int]:
+    """How many each layer has, of the records of a start."""
+    run = start[0]
     assert isinstance(run, RunRecord)
     return {layer.name: layer.num_experts for layer in run.layers}
 
@@ -221,7 +232,7 @@ def _rebalances(
     events: RunEvents, places: Mapping[str, LayerHistory], layers: Sequence[LayerView]
 ) -> tuple[RebalanceView, ...]:
     views = {layer.name: layer for layer in layers}
-    order = {layer.name: number for number, layer in enumerate(events.runs[-1].layers)}
+    order = {layer.name: number for number, layer in enumerate(events.run.layers)}
     gains = {(gain.layer, gain.moved_at): gain.measured for gain in events.gains}
     rows = []
     for number, record in enumerate(events.rebalances):
@@ -279,7 +290,7 @@ def _step_view(timeline: TimelineRecord, run: RunRecord, steps: Sequence[int]) -
 
 
 def _facts(events: RunEvents) -> tuple[tuple[str, str], ...]:
-    run = events.runs[-1]
+    run = events.run
     config, ours = run.ds_config, _section(run.ds_config, "ds_hybrid")
     dispatch, rebalance = _section(ours, "dispatch"), _section(ours, "rebalance")
     nodes = list(dict.fromkeys(run.node_of_rank))

@@ -24,7 +24,7 @@ from ds_hybrid.observe.report.charts import drawn_ranks, heatmap_columns
 from ds_hybrid.observe.report.digest import headline, view_of
 from ds_hybrid.observe.report.page import page
 from ds_hybrid.observe.report.placements import LayerHistory, Placed, Slots, histories
-from ds_hybrid.observe.report.view import RunView
+from ds_hybrid.observe.report.view import Advice, RunView
 from ds_hybrid.observe.run_directory import RunEvents, read_events
 from ds_hybrid.observe.timeline import Timed, span_columns
 from ds_hybrid.observe.timeline import timeline_record as made_timeline
@@ -455,6 +455,39 @@ def test_hierarchical_is_for_groups_over_nodes(group: tuple[int, int], named: st
     layers = step_record(40).layers[1:]
     (waiting,) = view(run, step_record(10, exposed_fraction=0.3, layers=layers)).advice
     assert ("dispatch.mode = hierarchical" in waiting.text) == is_told
+
+
+@pytest.mark.parametrize(
+    ("section", "device", "told"),
+    [
+        ({"kv_gather": "ring"}, "cpu", ("kv_gather = auto", "memory_bytes", "sequence_parallel_size")),
+        ({"kv_gather": "auto"}, "gpu", ("fp8_e4m3", "memory_bytes", "sequence_parallel_size")),
+        (
+            {"kv_gather": "auto", "wire_dtype": "fp8_e4m3", "memory_bytes": 1 << 30},
+            "gpu",
+            ("sequence_parallel_size",),
+        ),
+    ],
+)
+def test_waiting_in_attention_is_told(section: dict[str, Any], device: str, told: tuple[str, ...]) -> None:
+    """By the last quarter of the records, beside layers that hardly wait."""
+    run = run_record(ds_config=configured(attention=section), device=device)
+    layers = step_record(40).layers[1:]
+
+    def ending_with(fraction: float) -> tuple[Advice, ...]:
+        fractions = [0.4, 0.0, 0.0, fraction]
+        attention = [AttentionStep(wire_bytes=1, exposed_seconds=1.0, exposed_fraction=each) for each in fractions]
+        steps = [
+            step_record(10 * place, attention=each, exposed_fraction=0.01, layers=layers)
+            for place, each in enumerate(attention, start=1)
+        ]
+        return view(run, *steps).advice
+
+    (each,) = ending_with(0.6)
+    assert each.title == "Exposed communication of attention takes 60 %"
+    words = ("kv_gather = auto", "fp8_e4m3", "memory_bytes", "sequence_parallel_size")
+    assert tuple(word for word in words if word in each.text) == told
+    assert ending_with(0.1) == ()
 
 
 def test_dry_runs_and_refusals_are_rows() -> None:

@@ -159,6 +159,22 @@ def test_each_record_has_the_placement_of_its_own_layout() -> None:
     assert "moved here" not in page(shown)
 
 
+def test_late_figures_are_of_the_last_layout() -> None:
+    """Sixteen records on two ranks, whose last three would be late, and one on four."""
+    on_four = resume(160, **dict.fromkeys(LAYERS, ON_FOUR))
+    before = [step_record(step) for step in range(10, 170, 10)]
+    records = (run_record(), *before, run_on_four(), on_four)
+    (layer, _) = view(*records, step_record(170)).layers
+    load = np.array(step_record(170).layers[0].load)
+    assert layer.late_loads().tolist() == load.tolist()
+    assert layer.late_spread() == pytest.approx(rank_spread(load, ON_FOUR))
+    later = [step_record(step) for step in range(170, 230, 10)]  # six: more than a quarter
+    (layer, _) = view(*records, *later).layers
+    loads = [np.array(record.layers[0].load) for record in later[-5:]]  # of 22
+    assert layer.late_loads().tolist() == np.sum(loads, axis=0).tolist()
+    assert layer.late_spread() == pytest.approx(np.mean([rank_spread(load, ON_FOUR) for load in loads]))
+
+
 def test_moves_after_another_layout_are_counted_from_there() -> None:
     moved_on_four = ((0, 3), (2, 1), (4, 5), (6, 7))
     on_four = resume(20, **dict.fromkeys(LAYERS, ON_FOUR))

@@ -99,12 +99,18 @@ class LayerView:
         return relative(self.loads)
 
     def late_loads(self) -> IntArray:
-        """[E] pairs of the last quarter of the records, at least one."""
-        return self.loads[-max(1, len(self.loads) // 4) :].sum(axis=0)
+        """[E] pairs of the late records."""
+        return self.loads[-self._num_late :].sum(axis=0)
 
     def late_spread(self) -> float:
-        """The mean of ``rank_spread`` over the last quarter of the records."""
-        return mean(self.rank_spread[-max(1, len(self.rank_spread) // 4) :])
+        """The mean of ``rank_spread`` over the late records."""
+        return mean(self.rank_spread[-self._num_late :])
+
+    @property
+    def _num_late(self) -> int:
+        """Of the last quarter of the records those after ``first_step``, at least one."""
+        since = sum(step > self.first_step for step in self.steps)
+        return max(1, min(since, len(self.steps) // 4))
 
 
 @dataclass(frozen=True)

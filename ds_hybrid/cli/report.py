@@ -1,6 +1,7 @@
 """``ds_hybrid report``: what a run wrote down, as one page to read."""
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 from ds_hybrid.cli.arguments import count, output_file
@@ -47,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     timelines = find_timelines(arguments.run_dir, events)
     step = arguments.step or (timelines.steps[-1] if timelines.steps else None)
     view = view_of(
-        events,
+        replace(events, warnings=(*events.warnings, *timelines.warnings)),
         name=arguments.run_dir.resolve().name,
         timeline=None if step is None else timelines.read(step),
         timeline_steps=timelines.steps,

@@ -155,6 +155,21 @@ def test_timelines_of_another_model_are_not_drawn(tmp_path: Path, capsys: pytest
     assert "has no timeline of step 60. Steps that have one: none." in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["events.jsonl", "timeline.jsonl"])
+def test_torn_lines_are_told(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_run(tmp_path) / name
+    number = len(path.read_bytes().splitlines())
+    path.write_bytes(path.read_bytes()[:-20])
+    told = f"{path}:{number}: the last line is not whole and was passed over"
+    assert main(["report", str(tmp_path)]) == 0
+    assert told in (tmp_path / "report.html").read_text()
+    assert main(["trace", str(tmp_path)]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == f"{tmp_path / 'report.html'}\n{tmp_path / 'trace.json'}\n"
+    assert captured.err.startswith(f"warning: {told}")
+    assert len(captured.err.splitlines()) == 1
+
+
 def test_neither_torch_nor_matplotlib_is_imported(run_dir: Path) -> None:
     code = f"""
 import sys

@@ -238,6 +238,7 @@ def test_starts_that_made_no_step_change_nothing(idle: list[Record], told: str) 
     alone, shown = view(*made), view(*made, *idle)
     assert [each.text for each in shown.advice if told in each.text] != []
     assert len(shown.advice) == len(alone.advice) + 1
+    assert "Not all that was written is shown" in [each.title for each in shown.advice]
     assert [each for each in shown.advice if told not in each.text] == list(alone.advice)
     assert (shown.facts, shown.nodes, shown.rebalances) == (alone.facts, alone.nodes, alone.rebalances)
     assert len(shown.layers) == 2

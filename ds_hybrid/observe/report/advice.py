@@ -63,7 +63,7 @@ def advice_for(events: RunEvents, layers: Sequence[LayerView], step: StepView | 
 
 
 def _about_records(events: RunEvents) -> list[Advice]:
-    found = [Advice("note", "A record was passed over", f"{warning}.") for warning in events.warnings]
+    found = [Advice("note", "Not all that was written is shown", f"{warning}.") for warning in events.warnings]
     if not events.steps:
         interval = _ours(events.run, "observe").get("interval", 10)
         text = (

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
 from itertools import chain, pairwise
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -22,9 +21,10 @@ from ds_hybrid.observe.events import (
     TimelineRecord,
 )
 from ds_hybrid.observe.report.advice import advice_for
+from ds_hybrid.observe.report.facts import facts_of
 from ds_hybrid.observe.report.placements import LayerHistory, histories
 from ds_hybrid.observe.report.plot import Line, Mark
-from ds_hybrid.observe.report.scales import in_percent, in_seconds, significant, times
+from ds_hybrid.observe.report.scales import in_percent, in_utc, significant, times
 from ds_hybrid.observe.report.view import (
     LayerView,
     RankTimeline,
@@ -66,7 +66,7 @@ def view_of(events: RunEvents, *, name: str, timeline: TimelineRecord | None, ti
     step = None if timeline is None else _step_view(timeline, events.run_of(timeline.step), timeline_steps)
     return RunView(
         name=name,
-        facts=_facts(events),
+        facts=facts_of(events),
         lines=_lines(events.steps),
         layers=layers,
         rebalances=_rebalances(events, places, layers),
@@ -86,9 +86,9 @@ def settled(events: RunEvents) -> RunEvents:
     shown = events.runs.index(events.run)
     idle = events.runs[shown + 1 :]
     if idle:
-        which = f"the run that began in this directory at {_date(idle[-1].time)} has"
+        which = f"the run that began in this directory at {in_utc(idle[-1].time)} has"
         if len(idle) > 1:
-            which = f"the last {len(idle)} runs that began in this directory, from {_date(idle[0].time)} on, have"
+            which = f"the last {len(idle)} runs that began in this directory, from {in_utc(idle[0].time)} on, have"
         warnings.append(f"{which} no step yet; the one before {'it' if len(idle) == 1 else 'them'} is shown")
     kept = [start for start in starts[:shown] if not all(isinstance(each, RunRecord | ResumeRecord) for each in start)]
     kept.append(starts[shown])
@@ -96,7 +96,7 @@ def settled(events: RunEvents) -> RunEvents:
     if others:
         kept = kept[others[-1] + 1 :]
         warnings.append(
-            f"what was written here before {_date(kept[0][0].time)} is of other layers or experts, and left out"
+            f"what was written here before {in_utc(kept[0][0].time)} is of other layers or experts, and left out"
         )
     return RunEvents(tuple(chain.from_iterable(kept)), tuple(warnings))
 
@@ -287,72 +287,6 @@ def _step_view(timeline: TimelineRecord, run: RunRecord, steps: Sequence[int]) -
         for place, of in enumerate(timeline.ranks)
     )
     return StepView(timeline.step, timeline.seconds, ranks, tuple(steps))
-
-
-def _facts(events: RunEvents) -> tuple[tuple[str, str], ...]:
-    run = events.run
-    config, ours = run.ds_config, _section(run.ds_config, "ds_hybrid")
-    dispatch, rebalance = _section(ours, "dispatch"), _section(ours, "rebalance")
-    nodes = list(dict.fromkeys(run.node_of_rank))
-    where = f"on {nodes[0]}" if len(nodes) == 1 else f"on {len(nodes)} nodes ({', '.join(nodes[:4])}"
-    if len(nodes) > 1:
-        where += ", ...)" if len(nodes) > 4 else ")"
-    wire_dtype = dispatch.get("wire_dtype", "auto")
-    took = sum(record.seconds for record in events.steps)
-    facts = [
-        ("Model", f"{run.model}, {_layers_in_words(run)}"),
-        ("Ranks", f"{run.world_size} {where}, {run.device}"),
-        (
-            "Parallelism",
-            f"expert {', '.join(str(size) for size in sorted({layer.ep_size for layer in run.layers})) or 1}, "
-            f"tensor {run.tp_size}, ZeRO {_section(config, 'zero_optimization').get('stage', 0)}",
-        ),
-        (
-            "Dispatcher",
-            dispatch.get("mode", "auto") + ("" if wire_dtype == "auto" else f", {wire_dtype} on the wire"),
-        ),
-        (
-            "Rebalancing",
-            f"{rebalance.get('algorithm', 'swap')}, every {rebalance.get('interval', 50)} steps"
-            + (", dry run" if rebalance.get("dry_run") else "")
-            if rebalance.get("enabled")
-            else "off",
-        ),
-        ("Began", _date(events.runs[0].time)),
-        ("Training time", in_seconds(took)),
-        ("Records", f"{len(events.steps)}, each of {_intervals(events.steps)}"),
-    ]
-    if events.resumes:
-        facts.append(("Resumed", ", ".join(f"at step {resume.step}" for resume in events.resumes)))
-    facts.append(("Versions", ", ".join(f"{name} {version}" for name, version in run.versions.items())))
-    return tuple((name, str(value)) for name, value in facts)
-
-
-def _date(time: float) -> str:
-    return f"{datetime.fromtimestamp(time, UTC):%Y-%m-%d %H:%M} UTC"
-
-
-def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = config.get(name)
-    return value if isinstance(value, Mapping) else {}
-
-
-def _layers_in_words(run: RunRecord) -> str:
-    shapes = Counter((layer.num_experts, layer.top_k) for layer in run.layers)
-    if not shapes:
-        return "no MoE layers"
-    return " and ".join(
-        f"{count} MoE layer{'s' if count > 1 else ''} of {experts} experts, top-{top_k}"
-        for (experts, top_k), count in shapes.items()
-    )
-
-
-def _intervals(steps: Sequence[StepRecord]) -> str:
-    sizes = sorted({record.num_steps for record in steps})
-    if not sizes:
-        return "no steps yet"
-    shown = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
-    return f"{shown} step{'' if sizes == [1] else 's'}"
 
 
 def headline(view: RunView) -> list[tuple[str, str, str]]:

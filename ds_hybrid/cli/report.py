@@ -1,12 +1,13 @@
 """``ds_hybrid report``: what a run wrote down, as one page to read."""
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 from ds_hybrid.cli.arguments import count, output_file
 from ds_hybrid.cli.output import new_figure, save_figure, write_aside
 from ds_hybrid.errors import HybridError
-from ds_hybrid.observe.report.digest import view_of
+from ds_hybrid.observe.report.digest import settled, view_of
 from ds_hybrid.observe.report.figures import figures_of
 from ds_hybrid.observe.report.page import page
 from ds_hybrid.observe.report.view import RunView
@@ -43,11 +44,11 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 def run(arguments: argparse.Namespace) -> int:
     """The new files on stdout."""
-    events = read_events(arguments.run_dir)
+    events = settled(read_events(arguments.run_dir))
     timelines = find_timelines(arguments.run_dir, events)
     step = arguments.step or (timelines.steps[-1] if timelines.steps else None)
     view = view_of(
-        events,
+        replace(events, warnings=(*events.warnings, *timelines.warnings)),
         name=arguments.run_dir.resolve().name,
         timeline=None if step is None else timelines.read(step),
         timeline_steps=timelines.steps,

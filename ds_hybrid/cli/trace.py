@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from ds_hybrid.cli.arguments import count, output_file
@@ -35,9 +36,11 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The new file on stdout."""
+    """The new file on stdout; what of the run's files was passed over on stderr."""
     events = read_events(arguments.run_dir)
     timelines = find_timelines(arguments.run_dir, events)
+    for warning in (*events.warnings, *timelines.warnings):
+        print(f"warning: {warning}", file=sys.stderr)
     if not timelines.steps:
         raise EventsError(
             f"{timelines.path}: no step has a timeline. The run had ds_hybrid.observe.timeline = false, or "

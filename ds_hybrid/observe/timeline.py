@@ -64,7 +64,7 @@ def span_columns(spans: Sequence[Timed]) -> SpanColumns:
         layer=np.array([span.layer for span in spans], dtype=np.int16),
         start_us=_microseconds(starts),
         us=_microseconds(ends - starts),
-        exposed_us=_microseconds(waited_within(starts, ends, starts[is_wait], ends[is_wait])),
+        exposed_us=_microseconds(covered_within(starts, ends, starts[is_wait], ends[is_wait])),
     )
 
 
@@ -105,21 +105,22 @@ def _of_rank(rank: int, columns: SpanColumns, names: tuple[str, ...], begin_us: 
     )
 
 
-def waited_within(
+def covered_within(
     starts: npt.NDArray[np.float64],
     ends: npt.NDArray[np.float64],
-    wait_starts: npt.NDArray[np.float64],
-    wait_ends: npt.NDArray[np.float64],
+    piece_starts: npt.NDArray[np.float64],
+    piece_ends: npt.NDArray[np.float64],
 ) -> npt.NDArray[np.float64]:
-    """The part of each span [N] that lies in waits [W]. A rank waits for one message at a time."""
-    if not len(wait_starts):
+    """The part of each span [N] that pieces [W] cover, no two of which overlap: a rank waits for one message at a time,
+    and repeats one work of forward at a time."""
+    if not len(piece_starts):
         return np.zeros_like(starts)
-    order = np.argsort(wait_starts)
-    edges = np.stack([wait_starts[order], wait_ends[order]], axis=1).ravel()
-    lengths = (wait_ends - wait_starts)[order].cumsum()
-    waited_by_edge = np.stack([np.concatenate([[0.0], lengths[:-1]]), lengths], axis=1).ravel()
-    waited: npt.NDArray[np.float64] = np.interp(ends, edges, waited_by_edge) - np.interp(starts, edges, waited_by_edge)
-    return waited
+    order = np.argsort(piece_starts)
+    edges = np.stack([piece_starts[order], piece_ends[order]], axis=1).ravel()
+    lengths = (piece_ends - piece_starts)[order].cumsum()
+    until_edge = np.stack([np.concatenate([[0.0], lengths[:-1]]), lengths], axis=1).ravel()
+    covered: npt.NDArray[np.float64] = np.interp(ends, edges, until_edge) - np.interp(starts, edges, until_edge)
+    return covered
 
 
 def _microseconds(seconds: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from ds_hybrid.cli.main import main
-from tests.observe.runs import run_record, write_lines, write_run
+from ds_hybrid.observe.events import ResumeRecord
+from tests.observe.runs import BEGAN, run_record, step_record, write_lines, write_run
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +138,36 @@ def test_a_run_without_timelines(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "No step of this run has a timeline." in (tmp_path / "report.html").read_text()
     assert main(["trace", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith(f"{tmp_path}/timeline.jsonl: no step has a timeline. ")
+
+
+def test_timelines_of_another_model_are_not_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run of fewer layers resumed from elsewhere in the directory of another one, and has no timeline yet."""
+    events = write_run(tmp_path) / "events.jsonl"
+    layer = run_record().layers[0]
+    other = run_record(layers=(layer,))
+    loaded = ResumeRecord(time=BEGAN, step=1000, path="c", placements={layer.name: layer.expert_of_slot})
+    before = events.read_text()
+    write_lines(events, [other, loaded, step_record(1010)])
+    events.write_text(before + events.read_text())
+    assert main(["report", str(tmp_path)]) == 0
+    assert "No step of this run has a timeline." in (tmp_path / "report.html").read_text()
+    assert main(["report", str(tmp_path), "--step", "60"]) == 2
+    assert "has no timeline of step 60. Steps that have one: none." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["events.jsonl", "timeline.jsonl"])
+def test_torn_lines_are_told(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_run(tmp_path) / name
+    number = len(path.read_bytes().splitlines())
+    path.write_bytes(path.read_bytes()[:-20])
+    told = f"{path}:{number}: the last line is not whole and was passed over"
+    assert main(["report", str(tmp_path)]) == 0
+    assert told in (tmp_path / "report.html").read_text()
+    assert main(["trace", str(tmp_path)]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == f"{tmp_path / 'report.html'}\n{tmp_path / 'trace.json'}\n"
+    assert captured.err.startswith(f"warning: {told}")
+    assert len(captured.err.splitlines()) == 1
 
 
 def test_neither_torch_nor_matplotlib_is_imported(run_dir: Path) -> None:

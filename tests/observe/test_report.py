@@ -24,8 +24,10 @@ from ds_hybrid.observe.report.charts import drawn_ranks, heatmap_columns
 from ds_hybrid.observe.report.digest import headline, view_of
 from ds_hybrid.observe.report.page import page
 from ds_hybrid.observe.report.placements import LayerHistory, Placed, Slots, histories
-from ds_hybrid.observe.report.view import RunView
+from ds_hybrid.observe.report.view import Advice, RunView
 from ds_hybrid.observe.run_directory import RunEvents, read_events
+from ds_hybrid.observe.timeline import Timed, span_columns
+from ds_hybrid.observe.timeline import timeline_record as made_timeline
 from tests.observe.runs import (
     AT_FIRST,
     BEGAN,
@@ -157,6 +159,22 @@ def test_each_record_has_the_placement_of_its_own_layout() -> None:
     assert "moved here" not in page(shown)
 
 
+def test_late_figures_are_of_the_last_layout() -> None:
+    """Sixteen records on two ranks, whose last three would be late, and one on four."""
+    on_four = resume(160, **dict.fromkeys(LAYERS, ON_FOUR))
+    before = [step_record(step) for step in range(10, 170, 10)]
+    records = (run_record(), *before, run_on_four(), on_four)
+    (layer, _) = view(*records, step_record(170)).layers
+    load = np.array(step_record(170).layers[0].load)
+    assert layer.late_loads().tolist() == load.tolist()
+    assert layer.late_spread() == pytest.approx(rank_spread(load, ON_FOUR))
+    later = [step_record(step) for step in range(170, 230, 10)]  # six: more than a quarter
+    (layer, _) = view(*records, *later).layers
+    loads = [np.array(record.layers[0].load) for record in later[-5:]]  # of 22
+    assert layer.late_loads().tolist() == np.sum(loads, axis=0).tolist()
+    assert layer.late_spread() == pytest.approx(np.mean([rank_spread(load, ON_FOUR) for load in loads]))
+
+
 def test_moves_after_another_layout_are_counted_from_there() -> None:
     moved_on_four = ((0, 3), (2, 1), (4, 5), (6, 7))
     on_four = resume(20, **dict.fromkeys(LAYERS, ON_FOUR))
@@ -192,20 +210,69 @@ def test_a_checkpoint_loaded_at_the_end_places_no_earlier_record() -> None:
     assert histories(records)[LAYERS[0]].changes == (Placed(0, AT_FIRST), Placed(10, MOVED), Placed(20, AT_FIRST))
 
 
+IN_FOUR_SLOTS = dict.fromkeys(LAYERS, ((0, 1), (2, 3)))
+OTHER = run_record(
+    time=BEGAN + 500,
+    model="Other",
+    layers=tuple(of.model_copy(update={"num_experts": 4, "expert_of_slot": ((0, 1), (2, 3))}) for of in RUN.layers),
+)
+
+
+@pytest.mark.parametrize(
+    ("idle", "told"),
+    [
+        ([OTHER], "the run that began in this directory at 2026-09-21 14:21 UTC has no step yet; the one before it"),
+        ([OTHER, resume(1000, **IN_FOUR_SLOTS)], "at 2026-09-21 14:21 UTC has no step yet; the one before it"),
+        (
+            [OTHER, OTHER],
+            "the last 2 runs that began in this directory, from 2026-09-21 14:21 UTC on, have no step yet",
+        ),
+        ([run_on_four(), OTHER], "the last 2 runs that began in this directory, from 2026-09-21 14:14 UTC on, have no"),
+        ([run_on_four(), resume(20, **dict.fromkeys(LAYERS, ON_FOUR)), run_on_four()], "the last 2 runs that began"),
+        ([run_on_four(), rebalance_record(step=0, action="called", decisions=())], "has no step yet; the one before"),
+    ],
+)
+def test_starts_that_made_no_step_change_nothing(idle: list[Record], told: str) -> None:
+    """As after tries that ran out of memory: of another model, or on other ranks."""
+    made = [RUN, step_record(10), step_record(20)]
+    alone, shown = view(*made), view(*made, *idle)
+    assert [each.text for each in shown.advice if told in each.text] != []
+    assert len(shown.advice) == len(alone.advice) + 1
+    assert "Not all that was written is shown" in [each.title for each in shown.advice]
+    assert [each for each in shown.advice if told not in each.text] == list(alone.advice)
+    assert (shown.facts, shown.nodes, shown.rebalances) == (alone.facts, alone.nodes, alone.rebalances)
+    assert len(shown.layers) == 2
+    for layer, before in zip(shown.layers, alone.layers, strict=True):
+        assert (layer.first_slots, layer.last_slots, layer.group) == (AT_FIRST, AT_FIRST, (0, 1))
+        assert layer.rank_spread == before.rank_spread
+
+
+def test_starts_between_that_made_no_step_change_nothing() -> None:
+    made = [RUN, step_record(10), run_record(time=BEGAN + 600), resume(10), step_record(20)]
+    assert page(view(*made[:2], OTHER, resume(10, **IN_FOUR_SLOTS), *made[2:])) == page(view(*made))
+
+
+def test_steps_of_which_there_is_no_record_made_their_moves() -> None:
+    """The second start moved experts at step 13 and saved at 15, before its first record."""
+    moved = rebalance_record(step=13)
+    then = resume(15, **{LAYERS[0]: MOVED, LAYERS[1]: AT_FIRST})
+    made = [RUN, step_record(10), run_record(time=1.0), resume(10), moved, run_record(time=2.0), then, step_record(20)]
+    shown = view(*made)
+    assert [(row.step, row.num_moved) for row in shown.rebalances] == [(13, 2)]
+    assert dict(shown.facts)["Resumed"] == "at step 10, at step 15"
+
+
+def test_no_start_made_a_step() -> None:
+    shown = view(OTHER, run_record(time=BEGAN + 600))
+    assert [each.title for each in shown.advice] == ["No step was recorded", "Watch it live"]
+    assert dict(shown.facts)["Model"].startswith("Qwen3MoeForCausalLM")
+
+
 def test_another_model_in_the_directory() -> None:
-    """Without a step of it yet, the run before is shown; with one, nothing of the run before."""
-    other = run_record(
-        time=BEGAN + 500,
-        model="Other",
-        layers=tuple(of.model_copy(update={"num_experts": 4, "expert_of_slot": ((0, 1), (2, 3))}) for of in RUN.layers),
-    )
-    before = view(RUN, step_record(10), other)
-    assert dict(before.facts)["Model"].startswith("Qwen3MoeForCausalLM")
-    assert [layer.num_experts for layer in before.layers] == [8, 8]
-    assert any("has no step yet; the one before it is shown" in each.text for each in before.advice)
+    """From its first step on, nothing of the run before is shown."""
     small = tuple(of.model_copy(update={"load": (100, 200, 300, 424)}) for of in step_record(1010).layers)
-    loaded = resume(1000, **dict.fromkeys(LAYERS, ((0, 1), (2, 3))))
-    after = view(RUN, step_record(10), other, loaded, step_record(1010, layers=small))
+    loaded = resume(1000, **IN_FOUR_SLOTS)
+    after = view(RUN, step_record(10), OTHER, loaded, step_record(1010, layers=small))
     assert [(layer.steps, layer.num_experts) for layer in after.layers] == [((1010,), 4)] * 2
     assert after.lines["loss"][0].steps == (1010,)
     assert any("is of other layers or experts, and left out" in each.text for each in after.advice)
@@ -251,6 +318,32 @@ def test_timeline_adds_up(whole: RunView) -> None:
     assert step.names == ("router", "plan", "dispatch", "experts", "combine")
     assert step.exposed_fraction == pytest.approx(sum(2 * wait for wait in waits.values()) / 1e6 / 4 / 0.151)
     assert drawn_ranks(step) == step.ranks
+
+
+def test_a_repeated_forward_counts_once() -> None:
+    """Backward's combine holds the forward that checkpointing repeats, in which alone the rank waited."""
+    spans = [
+        ("router", "forward", 1, 2),
+        ("combine", "forward", 6, 1),
+        ("combine", "backward", 100, 50),
+        ("router", "recompute", 110, 3),
+        ("dispatch", "recompute", 113, 5),
+        ("wait", "backward", 114, 2),
+        ("experts", "recompute", 118, 7),
+        ("combine", "recompute", 125, 4),
+        ("dispatch", "recompute", 129, 1),
+        ("wait", "backward", 129.5, 0.5),
+        ("experts", "backward", 150, 20),
+    ]
+    timed = [Timed(name, phase, 0, start / 1e3, length / 1e3) for name, phase, start, length in spans]
+    record = made_timeline([span_columns(timed)], LAYERS[:1], time=0, step=10)
+    shown = view_of(RunEvents((run_record(), step_record(10))), name="run", timeline=record, timeline_steps=(10,))
+    assert shown.step is not None
+    (rank,) = shown.step.ranks
+    found = {name: 1e3 * rank.seconds(name) for name in shown.step.names}
+    assert found == pytest.approx({"router": 5, "dispatch": 6, "experts": 27, "combine": 1 + 4 + 50 - 20})
+    assert 1e3 * rank.exposed == pytest.approx(2.5)
+    assert shown.step.exposed_fraction == pytest.approx(2.5 / 169)
 
 
 def test_columns_of_the_heatmap_are_stretches_of_steps() -> None:
@@ -379,6 +472,39 @@ def test_hierarchical_is_for_groups_over_nodes(group: tuple[int, int], named: st
     layers = step_record(40).layers[1:]
     (waiting,) = view(run, step_record(10, exposed_fraction=0.3, layers=layers)).advice
     assert ("dispatch.mode = hierarchical" in waiting.text) == is_told
+
+
+@pytest.mark.parametrize(
+    ("section", "device", "told"),
+    [
+        ({"kv_gather": "ring"}, "cpu", ("kv_gather = auto", "memory_bytes", "sequence_parallel_size")),
+        ({"kv_gather": "auto"}, "gpu", ("fp8_e4m3", "memory_bytes", "sequence_parallel_size")),
+        (
+            {"kv_gather": "auto", "wire_dtype": "fp8_e4m3", "memory_bytes": 1 << 30},
+            "gpu",
+            ("sequence_parallel_size",),
+        ),
+    ],
+)
+def test_waiting_in_attention_is_told(section: dict[str, Any], device: str, told: tuple[str, ...]) -> None:
+    """By the last quarter of the records, beside layers that hardly wait."""
+    run = run_record(ds_config=configured(attention=section), device=device)
+    layers = step_record(40).layers[1:]
+
+    def ending_with(fraction: float) -> tuple[Advice, ...]:
+        fractions = [0.4, 0.0, 0.0, fraction]
+        attention = [AttentionStep(wire_bytes=1, exposed_seconds=1.0, exposed_fraction=each) for each in fractions]
+        steps = [
+            step_record(10 * place, attention=each, exposed_fraction=0.01, layers=layers)
+            for place, each in enumerate(attention, start=1)
+        ]
+        return view(run, *steps).advice
+
+    (each,) = ending_with(0.6)
+    assert each.title == "Exposed communication of attention takes 60 %"
+    words = ("kv_gather = auto", "fp8_e4m3", "memory_bytes", "sequence_parallel_size")
+    assert tuple(word for word in words if word in each.text) == told
+    assert ending_with(0.1) == ()
 
 
 def test_dry_runs_and_refusals_are_rows() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ds_hybrid.observe.events import RECORDS, TimelineRecord
-from ds_hybrid.observe.timeline import Timed, is_kept, span_columns, timeline_record, waited_within
+from ds_hybrid.observe.timeline import Timed, covered_within, is_kept, span_columns, timeline_record
 
 
 def record_of(ranks: list[list[Timed]], layers: list[str], *, time: float = 0.0, step: int = 1) -> TimelineRecord:
@@ -63,7 +63,7 @@ def test_parts_of_waits_count_in_part() -> None:
         for start, end in zip(starts, ends, strict=True)
     ]
     shuffled = draw.permutation(10)
-    found = waited_within(starts, ends, wait_starts[shuffled], wait_ends[shuffled])
+    found = covered_within(starts, ends, wait_starts[shuffled], wait_ends[shuffled])
     assert found == pytest.approx(np.array(by_hand))
 
 

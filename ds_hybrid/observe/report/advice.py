@@ -42,13 +42,14 @@ MONITORS: Final = ("tensorboard", "wandb", "csv_monitor", "comet")
 
 def advice_for(events: RunEvents, layers: Sequence[LayerView], step: StepView | None) -> tuple[Advice, ...]:
     """Everything worth telling, the gravest first."""
-    run = events.runs[-1]
+    run = events.run
     found = [
         *_about_records(events),
         *_about_loss(events.steps),
         *_about_rebalancer(events),
         *_about_load(layers, run),
         *_about_waiting(events.steps, layers, run),
+        *_about_waiting_in_attention(events.steps, run),
         *_about_bytes(layers, run),
         *_about_dispatchers(events),
         *_about_silent_experts(layers),
@@ -62,9 +63,9 @@ def advice_for(events: RunEvents, layers: Sequence[LayerView], step: StepView | 
 
 
 def _about_records(events: RunEvents) -> list[Advice]:
-    found = [Advice("note", "A record was passed over", f"{warning}.") for warning in events.warnings]
+    found = [Advice("note", "Not all that was written is shown", f"{warning}.") for warning in events.warnings]
     if not events.steps:
-        interval = _ours(events.runs[-1], "observe").get("interval", 10)
+        interval = _ours(events.run, "observe").get("interval", 10)
         text = (
             f"The run wrote its start and no step. Records come every ds_hybrid.observe.interval = {interval} "
             "optimizer steps: it stopped earlier, or has not come so far yet."
@@ -151,8 +152,29 @@ def _about_waiting(steps: Sequence[StepRecord], layers: Sequence[LayerView], run
         ideas.append("try dispatch.mode = hierarchical if nodes are joined by slow links")
     if not ideas:
         ideas.append(f"with overlap_chunks = {chunks} already, larger micro-batches give it more to hide behind")
+    return [Advice("advice", f"Exposed communication takes {in_percent(late)}", _sentence(ideas))]
+
+
+def _about_waiting_in_attention(steps: Sequence[StepRecord], run: RunRecord) -> list[Advice]:
+    fractions = [record.attention.exposed_fraction for record in _late(steps) if record.attention is not None]
+    late = mean([fraction for fraction in fractions if fraction is not None])
+    if not late >= EXPOSED:
+        return []
+    attention = _ours(run, "attention")
+    ideas = []
+    if attention.get("kv_gather") != "auto":
+        ideas.append("try ds_hybrid.attention.kv_gather = auto, which picks by sizes and links")
+    if attention.get("wire_dtype", "auto") == "auto" and run.device != "cpu":
+        ideas.append("try attention.wire_dtype = fp8_e4m3, half the bytes of keys and values")
+    if attention.get("memory_bytes") is None:
+        ideas.append("with attention.memory_bytes set, what fits is kept, and need not come again in backward")
+    ideas.append("a smaller sequence_parallel_size leaves more to compute for each byte")
+    return [Advice("advice", f"Exposed communication of attention takes {in_percent(late)}", _sentence(ideas))]
+
+
+def _sentence(ideas: Sequence[str]) -> str:
     text = "; ".join(ideas)
-    return [Advice("advice", f"Exposed communication takes {in_percent(late)}", f"{text[0].upper()}{text[1:]}.")]
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def _about_bytes(layers: Sequence[LayerView], run: RunRecord) -> list[Advice]:

@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from ds_hybrid.observe.events import WAIT, Span
+from ds_hybrid.observe.events import Span
 from ds_hybrid.observe.report.markup import Markup, element, percent
 from ds_hybrid.observe.report.palette import kind_class
 from ds_hybrid.observe.report.pixels import picture, place_of, scale_colours
@@ -197,8 +197,7 @@ def _lane(rank: RankTimeline, top: int, across: Axis) -> Markup:
         _span(span, top + (18 if span.name in COMMUNICATION else 6), 11, kind_class(span.name), rank, across)
         for span in rank.of_layers
     ]
-    waits = rank.waits or tuple(_as_wait(span) for span in rank.of_layers if span.exposed)
-    waiting = [_span(span, top + 18, 11, "waiting", rank, across) for span in waits]
+    waiting = [_span(span, top + 18, 11, "waiting", rank, across) for span in rank.waits]
     ground = element("rect", x="0", y=top, width="100%", height=_LANE - 4, class_="lane")
     return element("g", ground, *whole, *inside, *waiting)
 
@@ -217,12 +216,6 @@ def _span(span: Span, top: int, height: int, kind: str, rank: RankTimeline, acro
         height=height,
         class_=f"span {kind}",
     )
-
-
-def _as_wait(span: Span) -> Span:
-    """The exposed part of a span, put at its end."""
-    start = span.start + span.seconds - span.exposed
-    return span.model_copy(update={"name": WAIT, "start": start, "seconds": span.exposed})
 
 
 def _hatch() -> Markup:

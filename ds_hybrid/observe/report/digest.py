@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
-from typing import Any, Final
+from itertools import chain, pairwise
+from typing import Final
 
 import numpy as np
 
@@ -21,9 +21,10 @@ from ds_hybrid.observe.events import (
     TimelineRecord,
 )
 from ds_hybrid.observe.report.advice import advice_for
+from ds_hybrid.observe.report.facts import facts_of
 from ds_hybrid.observe.report.placements import LayerHistory, histories
 from ds_hybrid.observe.report.plot import Line, Mark
-from ds_hybrid.observe.report.scales import in_percent, in_seconds, significant, times
+from ds_hybrid.observe.report.scales import in_percent, in_utc, significant, times
 from ds_hybrid.observe.report.view import (
     LayerView,
     RankTimeline,
@@ -56,7 +57,7 @@ def view_of(events: RunEvents, *, name: str, timeline: TimelineRecord | None, ti
         timeline_steps: all steps that have a timeline.
     """
     events = settled(events)
-    run, places, records = events.runs[-1], histories(events.records), _loaded(events.steps)
+    run, places, records = events.run, histories(events.records), _loaded(events.steps)
     layers = tuple(
         _layer_view(facts, records[facts.name], events, run, places[facts.name])
         for facts in run.layers
@@ -65,7 +66,7 @@ def view_of(events: RunEvents, *, name: str, timeline: TimelineRecord | None, ti
     step = None if timeline is None else _step_view(timeline, events.run_of(timeline.step), timeline_steps)
     return RunView(
         name=name,
-        facts=_facts(events),
+        facts=facts_of(events),
         lines=_lines(events.steps),
         layers=layers,
         rebalances=_rebalances(events, places, layers),
@@ -79,26 +80,36 @@ def view_of(events: RunEvents, *, name: str, timeline: TimelineRecord | None, ti
 
 
 def settled(events: RunEvents) -> RunEvents:
-    """Those of one model, without a start that nothing followed yet; what is left out is told as a warning."""
-    records, warnings = list(events.records), list(events.warnings)
-    starts = [place for place, record in enumerate(records) if isinstance(record, RunRecord)]
-    begun = any(isinstance(record, StepRecord | ResumeRecord) for record in records[starts[-1] :])
-    if not begun and any(isinstance(record, StepRecord) for record in records):
-        began = _date(records[starts[-1]].time)
-        warnings.append(f"the run that began in this directory at {began} has no step yet; the one before it is shown")
-        del records[starts.pop() :]
-    others = [place for place in starts if _experts(records[place]) != _experts(records[starts[-1]])]
+    """Those of one model up to the start that made the last steps, without starts that came to nothing. What is left
+    out at the end and of other models is told as a warning."""
+    warnings, starts = list(events.warnings), _starts(events)
+    shown = events.runs.index(events.run)
+    idle = events.runs[shown + 1 :]
+    if idle:
+        which = f"the run that began in this directory at {in_utc(idle[-1].time)} has"
+        if len(idle) > 1:
+            which = f"the last {len(idle)} runs that began in this directory, from {in_utc(idle[0].time)} on, have"
+        warnings.append(f"{which} no step yet; the one before {'it' if len(idle) == 1 else 'them'} is shown")
+    kept = [start for start in starts[:shown] if not all(isinstance(each, RunRecord | ResumeRecord) for each in start)]
+    kept.append(starts[shown])
+    others = [place for place, start in enumerate(kept) if _experts(start) != _experts(kept[-1])]
     if others:
-        first = starts[starts.index(others[-1]) + 1]
+        kept = kept[others[-1] + 1 :]
         warnings.append(
-            f"what was written here before {_date(records[first].time)} is of other layers or experts, and left out"
+            f"what was written here before {in_utc(kept[0][0].time)} is of other layers or experts, and left out"
         )
-        del records[:first]
-    return RunEvents(tuple(records), tuple(warnings))
+    return RunEvents(tuple(chain.from_iterable(kept)), tuple(warnings))
 
 
-def _experts(run: Record) -> dict[str, int]:
-    """How many each layer has."""
+def _starts(events: RunEvents) -> list[tuple[Record, ...]]:
+    """The records from each start to the next one."""
+    places = [place for place, record in enumerate(events.records) if isinstance(record, RunRecord)]
+    return [events.records[first:last] for first, last in pairwise([*places, len(events.records)])]
+
+
+def _experts(start: Sequence[Record]) -> dict[str, int]:
+    """How many each layer has, of the records of a start."""
+    run = start[0]
     assert isinstance(run, RunRecord)
     return {layer.name: layer.num_experts for layer in run.layers}
 
@@ -221,7 +232,7 @@ def _rebalances(
     events: RunEvents, places: Mapping[str, LayerHistory], layers: Sequence[LayerView]
 ) -> tuple[RebalanceView, ...]:
     views = {layer.name: layer for layer in layers}
-    order = {layer.name: number for number, layer in enumerate(events.runs[-1].layers)}
+    order = {layer.name: number for number, layer in enumerate(events.run.layers)}
     gains = {(gain.layer, gain.moved_at): gain.measured for gain in events.gains}
     rows = []
     for number, record in enumerate(events.rebalances):
@@ -276,72 +287,6 @@ def _step_view(timeline: TimelineRecord, run: RunRecord, steps: Sequence[int]) -
         for place, of in enumerate(timeline.ranks)
     )
     return StepView(timeline.step, timeline.seconds, ranks, tuple(steps))
-
-
-def _facts(events: RunEvents) -> tuple[tuple[str, str], ...]:
-    run = events.runs[-1]
-    config, ours = run.ds_config, _section(run.ds_config, "ds_hybrid")
-    dispatch, rebalance = _section(ours, "dispatch"), _section(ours, "rebalance")
-    nodes = list(dict.fromkeys(run.node_of_rank))
-    where = f"on {nodes[0]}" if len(nodes) == 1 else f"on {len(nodes)} nodes ({', '.join(nodes[:4])}"
-    if len(nodes) > 1:
-        where += ", ...)" if len(nodes) > 4 else ")"
-    wire_dtype = dispatch.get("wire_dtype", "auto")
-    took = sum(record.seconds for record in events.steps)
-    facts = [
-        ("Model", f"{run.model}, {_layers_in_words(run)}"),
-        ("Ranks", f"{run.world_size} {where}, {run.device}"),
-        (
-            "Parallelism",
-            f"expert {', '.join(str(size) for size in sorted({layer.ep_size for layer in run.layers})) or 1}, "
-            f"tensor {run.tp_size}, ZeRO {_section(config, 'zero_optimization').get('stage', 0)}",
-        ),
-        (
-            "Dispatcher",
-            dispatch.get("mode", "auto") + ("" if wire_dtype == "auto" else f", {wire_dtype} on the wire"),
-        ),
-        (
-            "Rebalancing",
-            f"{rebalance.get('algorithm', 'swap')}, every {rebalance.get('interval', 50)} steps"
-            + (", dry run" if rebalance.get("dry_run") else "")
-            if rebalance.get("enabled")
-            else "off",
-        ),
-        ("Began", _date(events.runs[0].time)),
-        ("Training time", in_seconds(took)),
-        ("Records", f"{len(events.steps)}, each of {_intervals(events.steps)}"),
-    ]
-    if events.resumes:
-        facts.append(("Resumed", ", ".join(f"at step {resume.step}" for resume in events.resumes)))
-    facts.append(("Versions", ", ".join(f"{name} {version}" for name, version in run.versions.items())))
-    return tuple((name, str(value)) for name, value in facts)
-
-
-def _date(time: float) -> str:
-    return f"{datetime.fromtimestamp(time, UTC):%Y-%m-%d %H:%M} UTC"
-
-
-def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = config.get(name)
-    return value if isinstance(value, Mapping) else {}
-
-
-def _layers_in_words(run: RunRecord) -> str:
-    shapes = Counter((layer.num_experts, layer.top_k) for layer in run.layers)
-    if not shapes:
-        return "no MoE layers"
-    return " and ".join(
-        f"{count} MoE layer{'s' if count > 1 else ''} of {experts} experts, top-{top_k}"
-        for (experts, top_k), count in shapes.items()
-    )
-
-
-def _intervals(steps: Sequence[StepRecord]) -> str:
-    sizes = sorted({record.num_steps for record in steps})
-    if not sizes:
-        return "no steps yet"
-    shown = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
-    return f"{shown} step{'' if sizes == [1] else 's'}"
 
 
 def headline(view: RunView) -> list[tuple[str, str, str]]:

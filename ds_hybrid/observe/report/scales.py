@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Final
 
@@ -107,6 +108,11 @@ def in_seconds(value: float) -> str:
     if abs(value) >= 1 or value == 0:
         return f"{significant(value)} s"
     return f"{significant(value * 1e3)} ms" if abs(value) >= 1e-3 else f"{significant(value * 1e6)} µs"
+
+
+def in_utc(time: float) -> str:
+    """Seconds since 1970 as a date and time: 2026-09-21 14:13 UTC."""
+    return f"{datetime.fromtimestamp(time, UTC):%Y-%m-%d %H:%M} UTC"
 
 
 def times(value: float) -> str:

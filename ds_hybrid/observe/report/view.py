@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,6 +14,7 @@ import numpy.typing as npt
 from ds_hybrid.observe.events import WAIT, Span
 from ds_hybrid.observe.report.palette import SPANS
 from ds_hybrid.observe.report.plot import Line, Mark
+from ds_hybrid.observe.timeline import covered_within
 
 Severity = Literal["problem", "advice", "note"]
 
@@ -97,12 +99,18 @@ class LayerView:
         return relative(self.loads)
 
     def late_loads(self) -> IntArray:
-        """[E] pairs of the last quarter of the records, at least one."""
-        return self.loads[-max(1, len(self.loads) // 4) :].sum(axis=0)
+        """[E] pairs of the late records."""
+        return self.loads[-self._num_late :].sum(axis=0)
 
     def late_spread(self) -> float:
-        """The mean of ``rank_spread`` over the last quarter of the records."""
-        return mean(self.rank_spread[-max(1, len(self.rank_spread) // 4) :])
+        """The mean of ``rank_spread`` over the late records."""
+        return mean(self.rank_spread[-self._num_late :])
+
+    @property
+    def _num_late(self) -> int:
+        """Of the last quarter of the records those after ``first_step``, at least one."""
+        since = sum(step > self.first_step for step in self.steps)
+        return max(1, min(since, len(self.steps) // 4))
 
 
 @dataclass(frozen=True)
@@ -156,13 +164,27 @@ class RankTimeline:
         return tuple(span for span in self.spans if span.name == WAIT)
 
     def seconds(self, name: str) -> float:
-        """Of the spans of a name inside layers."""
-        return sum(span.seconds for span in self.of_layers if span.name == name)
+        """Of the spans of a name inside layers. Those of backward count without the forward that activation
+        checkpointing repeats inside them, whose own spans do."""
+        return self._seconds.get(name, 0.0)
+
+    @cached_property
+    def _seconds(self) -> Mapping[str, float]:
+        """By name."""
+        repeated = [span for span in self.of_layers if span.phase == "recompute"]
+        backward = [span for span in self.of_layers if span.phase == "backward"]
+        found: defaultdict[str, float] = defaultdict(float)
+        for span in self.of_layers:
+            found[span.name] += span.seconds
+        for span, inside in zip(backward, covered_within(*_ends_of(backward), *_ends_of(repeated)), strict=True):
+            found[span.name] -= float(inside)
+        return found
 
     @property
     def exposed(self) -> float:
-        """Seconds in which the rank stood still for messages of layers."""
-        return sum(span.exposed for span in self.of_layers)
+        """Seconds in which the rank stood still for messages of layers. Spans of layers lie inside one another, so
+        what each of them waited does not add up."""
+        return sum(wait.seconds for wait in self.waits)
 
     @property
     def end(self) -> float:
@@ -219,6 +241,12 @@ class RunView:
     step: StepView | None
     attention_bytes: int = 0
     advice: tuple[Advice, ...] = ()
+
+
+def _ends_of(spans: Sequence[Span]) -> tuple[FloatArray, FloatArray]:
+    """[N] when each begins and ends."""
+    starts = np.array([span.start for span in spans], dtype=np.float64)
+    return starts, starts + np.array([span.seconds for span in spans], dtype=np.float64)
 
 
 def relative(loads: IntArray | FloatArray) -> FloatArray:

@@ -53,11 +53,11 @@ def files_of_the_tree(tree: str) -> set[Path]:
     """Each name belongs to the last folder above it that is indented less."""
     files: set[Path] = set()
     folders: dict[int, Path] = {-1: Path()}
-    for line in tree.splitlines():
+    for line in filter(str.strip, tree.splitlines()):
         indent = len(line) - len(line.lstrip())
         folders = {depth: folder for depth, folder in folders.items() if depth < indent}
         folder = folders[max(folders)]
-        if heading := re.match(r" *(\w+)/ ", line):
+        if heading := re.match(r" *(\w+)/(?: |$)", line):
             folder = folders[indent] = folder / heading[1]
         names = re.findall(r"(?<![\w/])\w+\.(?:py|sh|sbatch|yaml|md|css|js)\b(?!/)", line)
         files |= {folder / name for name in names}

@@ -9,10 +9,20 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+UNCOUNTED = (
+    *("all_gather", "all_gather_coalesced", "all_reduce_coalesced", "all_to_all", "reduce_scatter"),
+    *("broadcast", "gather", "reduce", "scatter", "send", "isend", "batch_isend_irecv"),
+)
+"""What else sends, of torch.distributed; everything else is built on one of these or of the counted ones."""
+
 
 @contextmanager
 def counted_collectives() -> Iterator[list[int]]:
-    """Note the bytes of each message that this rank sends to others while open, whoever calls torch.distributed."""
+    """Note the bytes of each message that this rank sends to others while open, whoever calls torch.distributed.
+
+    Raises:
+        AssertionError: something is sent in a way that is not counted.
+    """
     sent: list[int] = []
 
     def all_to_all(
@@ -37,8 +47,24 @@ def counted_collectives() -> Iterator[list[int]]:
         size = dist.get_world_size(group)
         sent.append(2 * tensor.numel() * tensor.element_size() * (size - 1) // size)
 
+    def reduce_scatter(output: Any, input: Any, op: Any = None, group: Any = None, *_: Any, **__: Any) -> None:
+        size = dist.get_world_size(group)
+        sent.append(input.numel() * input.element_size() * (size - 1) // size)
+
+    def refuse(name: str) -> Any:
+        def raises(*_: Any, **__: Any) -> None:
+            raise AssertionError(f"torch.distributed.{name} sends bytes that nobody counts here")
+
+        return raises
+
     originals = {}
-    wrapped_names = {"all_to_all_single": all_to_all, "all_gather_single": all_gather, "all_reduce": all_reduce}
+    wrapped_names = {
+        **{name: refuse(name) for name in UNCOUNTED},
+        "all_to_all_single": all_to_all,
+        "all_gather_single": all_gather,
+        "all_reduce": all_reduce,
+        "reduce_scatter_single": reduce_scatter,
+    }
     for name, noted in wrapped_names.items():
         originals[name] = getattr(distributed_c10d, name)
 

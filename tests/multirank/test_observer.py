@@ -14,7 +14,8 @@ import torch
 
 import ds_hybrid
 from ds_hybrid.attention.hugging_face import silent
-from ds_hybrid.dispatch.meter import Meter, WireBytes, is_recomputing
+from ds_hybrid.dispatch.meter import Meter, WireBytes
+from ds_hybrid.dispatch.spans import is_in_backward
 from ds_hybrid.dispatch.traffic import WireShape, backward_traffic, forward_traffic
 from ds_hybrid.engine import observer
 from ds_hybrid.errors import ConfigError
@@ -73,7 +74,7 @@ def train(engine: Any, run: Run | explicit.Setup, steps: range) -> Story:
     def note(number: int) -> Any:
         def hook(module: Any, _: Any, output: Any) -> None:
             chosen = output[1] if isinstance(run, Run) else output.routing.topk_ids
-            if module.training and not is_recomputing():
+            if module.training and not is_in_backward():
                 ids[-1][number].append(chosen.numpy().copy())
 
         return hook

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 import ds_hybrid
+from ds_hybrid.dispatch.spans import is_in_backward
 from ds_hybrid.dispatch.traffic import WireShape
 from ds_hybrid.placement import ExpertPlacement
 from tests.multirank.test_moving_experts import loss_of
@@ -50,7 +50,7 @@ def watched_routers(layers: dict[str, Any]) -> Iterator[list[list[np.ndarray]]]:
 
     def note(number: int) -> Any:
         def hook(router: nn.Module, _: Any, output: Any) -> None:
-            if router.training and torch._C._current_graph_task_id() == -1:
+            if router.training and not is_in_backward():
                 ids[number].append(output[1].numpy().copy())
 
         return hook

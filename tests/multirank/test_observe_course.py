@@ -167,17 +167,21 @@ def test_a_trace_that_cannot_be_written_does_not_end_the_training(two_ranks: Ran
     assert str(tmp_path) in warning
     assert "Nothing more is written there; training goes on." in warning
     assert seen[1][1] == unseen[0][1] == []
-    assert [record.step for record in read_events(tmp_path).steps] == [2]
+    assert [record.step for record in read_events(tmp_path).steps] == [2, 4, 6]  # events and timelines go on too
+    assert find_timelines(tmp_path).steps == (2, 4, 6)
 
 
-def saving_between_records(folder: Path) -> tuple[Seen, float]:
+def saving_between_records(folder: Path, save: str) -> tuple[Seen, float]:
     """What was seen, and the seconds from the first record to the second, of which ``LATE`` were not spent training."""
     engine = make(folder / "run", interval=4)
     with watched(engine, []) as seen:
         train(engine, RUN, range(4))
         began = time.perf_counter()
         train(engine, RUN, range(4, 6))
-        engine.save_checkpoint(str(folder / "checkpoints"))
+        if save == "whole_state_dict":
+            engine.whole_state_dict()
+        else:
+            getattr(engine, save)(str(folder / "checkpoints"))
         time.sleep(LATE)
         train(engine, RUN, range(6, 8))
         seconds = time.perf_counter() - began
@@ -185,8 +189,9 @@ def saving_between_records(folder: Path) -> tuple[Seen, float]:
     return seen[0], seconds
 
 
-def test_a_save_between_records_is_no_training(two_ranks: RankPool, tmp_path: Path) -> None:
-    results = two_ranks.run(saving_between_records, tmp_path)
+@pytest.mark.parametrize("save", ["save_checkpoint", "save_16bit_model", "whole_state_dict"])
+def test_a_save_between_records_is_no_training(two_ranks: RankPool, tmp_path: Path, save: str) -> None:
+    results = two_ranks.run(saving_between_records, tmp_path, save)
     ranks = [seen for seen, _ in results]
     record = read_events(tmp_path / "run").steps[1]
     assert (record.step, record.num_steps, record.samples) == (8, 4, 8 * ranks[0].batch_size)

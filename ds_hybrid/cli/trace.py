@@ -43,8 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"warning: {warning}", file=sys.stderr)
     if not timelines.steps:
         raise EventsError(
-            f"{timelines.path}: no step has a timeline. The run had ds_hybrid.observe.timeline = false, or "
-            "ended before its first record."
+            f"{timelines.path}: no step has a timeline. The run had ds_hybrid.observe.timeline = false, ended before "
+            "its first record, or could not write (its log has a warning then)."
         )
     timeline = timelines.read(arguments.step or timelines.steps[-1])
     out: Path = arguments.out or arguments.run_dir / "trace.json"

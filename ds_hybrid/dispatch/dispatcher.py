@@ -15,10 +15,11 @@ from ds_hybrid.dispatch.arrived import Arrived
 from ds_hybrid.dispatch.collectives import RankGroup
 from ds_hybrid.dispatch.demand import DemandTotal, demand_of
 from ds_hybrid.dispatch.guard import CallFacts, check_agreement, facts_of_call
-from ds_hybrid.dispatch.meter import crossing, is_recomputing
+from ds_hybrid.dispatch.meter import crossing
 from ds_hybrid.dispatch.modes import Mode, WireDtype
 from ds_hybrid.dispatch.routing import Routing, ranks_needed
 from ds_hybrid.dispatch.rows import RowMap, group_by_slot
+from ds_hybrid.dispatch.spans import is_in_backward
 from ds_hybrid.dispatch.steps import Steps
 from ds_hybrid.errors import DispatchError
 from ds_hybrid.placement import ExpertPlacement
@@ -176,7 +177,7 @@ class Dispatcher(ABC, Generic[PlanT]):
 
         A forward that activation checkpointing repeats has been noted already.
         """
-        if not is_recomputing():
+        if not is_in_backward():
             self.group.meter.add_tokens(len(rank_of_choice))
             if self.watch is not None:
                 nodes = self.constant(self.node_of_rank, rank_of_choice.device) if self.node_of_rank else None

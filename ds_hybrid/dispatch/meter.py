@@ -104,7 +104,7 @@ class Meter:
 
     def timed(self, experts: Experts, *, training: bool) -> Experts:
         """The same experts; in training, but for recomputation, ``computing`` runs while they do."""
-        if not training or is_recomputing():
+        if not training or is_in_backward():
             return experts
 
         def run(arrived: Arrived) -> Tensor:
@@ -177,11 +177,6 @@ class _Account:
     num_arrived: int = 0
     lower_bound: Tensor | None = None
     exposed: Stopwatch = field(default_factory=Stopwatch)
-
-
-def is_recomputing() -> bool:
-    """Whether this forward runs inside a backward, as both kinds of activation checkpointing run it again."""
-    return is_in_backward()
 
 
 def crossing(rows: Tensor, num_rows_needed: Tensor, meter: Meter) -> Tensor:

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ds_hybrid.dispatch.arrived import Experts
 from ds_hybrid.dispatch.dispatcher import Dispatcher, Plan
-from ds_hybrid.dispatch.meter import is_recomputing
 from ds_hybrid.dispatch.missing import explained
 from ds_hybrid.dispatch.routing import Routing
+from ds_hybrid.dispatch.spans import is_in_backward
 from ds_hybrid.dispatch.steps import Steps, run_staggered
 from ds_hybrid.placement import ExpertPlacement
 
@@ -60,7 +60,7 @@ def _one_chunk(dispatcher: Dispatcher[Plan], tokens: Tensor, plan: Plan, experts
     trail = spans.trail()
     tokens = trail.mark(tokens, ends="dispatch")
     arrived = yield from spans.steps("dispatch", dispatcher.dispatch(tokens, plan))
-    if not is_recomputing():
+    if not is_in_backward():
         dispatcher.group.meter.add_arrived(len(arrived.tokens))
     arrived = replace(arrived, tokens=trail.mark(arrived.tokens, ends="experts", begins="dispatch"))
     with spans.work("experts"):

@@ -162,5 +162,5 @@ class _Mark(torch.autograd.Function):
 
 
 def is_in_backward() -> bool:
-    """Whether autograd runs a backward on this thread, a forward that activation checkpointing repeats included."""
+    """Whether autograd runs a backward on this thread. A forward in one is a recomputation."""
     return torch._C._current_graph_task_id() != -1

@@ -93,6 +93,7 @@ class MoEEngine(DeepSpeedEngine):
         self.sequence_parallel = sequence_parallel
         self._cut_by_nodes = NodeCutter(cluster)
         self.group_origins = None
+        self._observer: Watcher = Watcher()  # also of an engine that cannot be made
         super().__init__(**kwargs)
         if sequence_parallel is not None:
             sequence_parallel.of_engine(self)
@@ -368,6 +369,7 @@ class MoEEngine(DeepSpeedEngine):
 
         All ranks call it. A name that ends in ".safetensors" gives that format.
         """
+        self._observer.pause()
         if not self.moe_layers_by_name():
             return super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
         return save_whole_model(self, save_dir, save_filename, exclude_frozen_parameters=exclude_frozen_parameters)
@@ -377,9 +379,11 @@ class MoEEngine(DeepSpeedEngine):
 
         Experts of all ranks are there in logical order. All ranks call it.
         """
+        self._observer.pause()
         return gather_whole(self, exclude_frozen_parameters=exclude_frozen_parameters)
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        self._observer.pause()
         if not self.moe_layers_by_name():
             return super()._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
         state = gather_whole(self, exclude_frozen_parameters=exclude_frozen_parameters)
@@ -428,7 +432,8 @@ class MoEEngine(DeepSpeedEngine):
 
     def destroy(self) -> None:
         """As DeepSpeed's; the files of the run are closed."""
-        self._observer.close()
+        observer, self._observer = self._observer, Watcher()
+        observer.close()  # once: DeepSpeed calls this again when the engine goes away
         super().destroy()
 
     def _move_experts(self, targets: Mapping[str, ExpertPlacement]) -> MoveReport:

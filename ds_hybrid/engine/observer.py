@@ -9,7 +9,6 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -50,15 +49,8 @@ from ds_hybrid.observe.writer import RecordWriter
 from ds_hybrid.placement import ExpertPlacement
 from ds_hybrid.rebalance.look import Look
 from ds_hybrid.rebalance.migrate import MoveReport
+from ds_hybrid.rebalance.trace import PARTS_FOLDER
 from ds_hybrid.topology.cluster import Cluster
-
-
-@dataclass(frozen=True)
-class RunFiles:
-    """What rank 0 has open in the run's directory."""
-
-    records: RecordWriter
-    trace: RoutingTraceWriter | None
 
 
 class Observer(Watcher):
@@ -106,27 +98,29 @@ class Observer(Watcher):
         self._attended = None if attention is None else attention.meter.training_total()
         self._loss = torch.zeros((), device=get_accelerator().current_device_name())
         self._num_losses, self._has_parts = 0, False
-        self._opened: RunFiles | None = None
+        self._records = Outlet[RecordWriter](str(config.directory), None)
+        self._trace = Outlet[RoutingTraceWriter](str(config.directory), None)
         if config.directory is not None:
             raise_alike(self._open(config.directory, describe, no_nvlink) if self._rank == 0 else [])
-        self._files: Outlet[RunFiles] = Outlet(str(config.directory), self._opened)
         self._monitors = Outlet[Any]("monitors", monitor if self._rank == 0 and monitor.enabled else None)
         self._hooks = [
             module.register_forward_pre_hook(self._before_forward),
             module.register_forward_hook(self._after_forward),
         ]
+        self._began_at = 0
         self._begin_window(step=0, is_paused=True)
 
     def _open(self, directory: str, describe: Callable[[str | None], RunRecord], no_nvlink: str | None) -> list[str]:
         """Open the files of rank 0 and write the first record; why it cannot."""
         records = None
         try:
-            records, trace = RecordWriter(directory), None
+            records = RecordWriter(directory)
             if self._counts is not None:
                 facts = {"top_k": [layer.top_k for layer in self._layers.values()]}
                 trace = RoutingTraceWriter(directory, list(self._layers), facts)
+                self._trace = Outlet(f"{directory}/{PARTS_FOLDER}", trace)
             records.write(describe(no_nvlink))
-            self._opened = RunFiles(records, trace)
+            self._records = Outlet(directory, records, RecordWriter.close)
             return []
         except EventsError as error:
             problem = str(error)
@@ -215,16 +209,16 @@ class Observer(Watcher):
         self._take_report()
         if self._counts is not None:
             self._counts.skip()
-        self._files.tell(lambda files: None if files.trace is None else files.trace.begin_part())
+        self._trace.tell(lambda trace: trace.begin_part())
+        self._began_at = step
         self._begin_window(step=step, is_paused=True)
 
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._spans.close()
-        self._files.target = self._monitors.target = None
-        if self._opened is not None:
-            self._opened.records.close()
+        for outlet in (self._records, self._trace, self._monitors):
+            outlet.close()
 
     def _placements(self) -> dict[str, ExpertPlacement]:
         return {name: layer.placement for name, layer in self._layers.items()}
@@ -256,7 +250,8 @@ class Observer(Watcher):
     def _watch(self, *, step: int) -> None:
         """Note the works of the step after ``step`` if its timeline is wanted."""
         number, rest = divmod(step + 1, self._interval)
-        self._spans.watch(is_wanted=self._draws_timeline and rest == 0 and is_kept(number))
+        since_start = number - self._began_at // self._interval
+        self._spans.watch(is_wanted=self._draws_timeline and rest == 0 and is_kept(since_start))
 
     def _record(self, progress: Progress) -> None:
         """Gather everything on rank 0, and write it. Collective."""
@@ -322,14 +317,14 @@ class Observer(Watcher):
         if self._counts is None:
             return
         steps, counts = self._counts.take()
-        self._files.tell(lambda files: None if files.trace is None else files.trace.append(steps, counts))
+        self._trace.tell(lambda trace: trace.append(steps, counts))
 
     def _write(self, compose: Callable[[], Sequence[Record]]) -> None:
-        def write(files: RunFiles) -> None:
+        def write(writer: RecordWriter) -> None:
             for record in compose():
-                files.records.write(record)
+                writer.write(record)
 
-        self._files.tell(write)
+        self._records.tell(write)
 
 
 def _read_nvlink() -> NvlinkCounters:

@@ -25,10 +25,11 @@ from ds_hybrid.config import DispatchConfig
 from ds_hybrid.dispatch.collectives import LoneRank, RankGroup
 from ds_hybrid.dispatch.dispatcher import Dispatcher
 from ds_hybrid.dispatch.hierarchical import CutByNodes
-from ds_hybrid.dispatch.meter import Meter, is_recomputing
+from ds_hybrid.dispatch.meter import Meter
 from ds_hybrid.dispatch.overlap import run_in_chunks
 from ds_hybrid.dispatch.routing import Routing, count_values
 from ds_hybrid.dispatch.shares import TokenShares
+from ds_hybrid.dispatch.spans import is_in_backward
 from ds_hybrid.dispatch.switch import DispatchSwitch
 from ds_hybrid.dispatch.traffic import WireShape
 from ds_hybrid.errors import ConfigError
@@ -138,7 +139,7 @@ class HybridAutoEPLayer(AutoEPMoELayer):
         shares = TokenShares(self.same_tokens, len(tokens))
         with torch.no_grad():
             self.tokens_per_expert.add_(tokens_per_expert)
-            if self.training and not is_recomputing():
+            if self.training and not is_in_backward():
                 self.expert_load.add_(count_values(shares.part(topk_ids), self.num_experts))
 
         run = partial(

@@ -16,8 +16,9 @@ from ds_hybrid.config import DispatchConfig
 from ds_hybrid.dispatch.collectives import LoneRank, RankGroup
 from ds_hybrid.dispatch.dispatcher import Dispatcher
 from ds_hybrid.dispatch.hierarchical import CutByNodes
-from ds_hybrid.dispatch.meter import Meter, is_recomputing
+from ds_hybrid.dispatch.meter import Meter
 from ds_hybrid.dispatch.modes import Mode
+from ds_hybrid.dispatch.spans import is_in_backward
 from ds_hybrid.dispatch.switch import DispatchSwitch
 from ds_hybrid.dispatch.traffic import WireShape
 from ds_hybrid.errors import ConfigError, DispatchError
@@ -273,7 +274,7 @@ class MoE(DeepSpeedMoE):
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         is_used = None if used_token is None else _as_mask(used_token, len(tokens), self.layer_name)
         result: MoEResult = self.deepspeed_moe(tokens, is_used)
-        if self.training and not is_recomputing():
+        if self.training and not is_in_backward():
             self.expert_load += result.num_routed
         output = result.output.view(hidden_states.shape)
         if self.use_residual:

@@ -11,8 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ds_hybrid.dispatch.meter import is_recomputing
 from ds_hybrid.dispatch.routing import Routing, count_values
+from ds_hybrid.dispatch.spans import is_in_backward
 from ds_hybrid.moe.balance import load_balancing_loss, z_loss
 from ds_hybrid.moe.capacity import Capacity
 
@@ -109,7 +109,7 @@ class Router(nn.Module):
             kept = None if is_used is None else is_used[:, None].expand_as(topk_ids)
             num_routed = count_pairs(topk_ids, kept, num_experts)
             num_processed = num_routed
-            if self.load_since_update is not None and self.training and not is_recomputing():
+            if self.load_since_update is not None and self.training and not is_in_backward():
                 self.load_since_update += num_routed
             if options.capacity is not None:
                 kept = options.capacity.keeps(

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -28,9 +28,15 @@ from ds_hybrid.placement import ExpertPlacement
 from ds_hybrid.rebalance.look import Look
 from ds_hybrid.rebalance.policy import LayerOutlook
 
-SECRETS = {"key", "apikey", "token", "password", "passwd", "secret", "secrets", "credential", "credentials"}
-"""Words of a key that name a secret."""
+SECRETS: Final = frozenset(
+    {"apikey", "auth", "authorization", "credential", "passphrase", "passwd", "password", "pwd", "secret", "webhook"}
+)
+"""Words of a key that name a secret, or several with an s."""
 
+SECRET_ENDS: Final = frozenset({"key", "token"})
+"""Those that do as the last word alone: a ``key_size`` is none."""
+
+_USER_IN_URL: Final = re.compile(r"(?<=://)[^/?#\s]+@")
 _BETWEEN_WORDS = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])")
 
 
@@ -73,7 +79,10 @@ class RankReport:
 
 
 def without_secrets(document: Any) -> Any:
-    """A document as JSON, whose keys that name secrets have lost their values; what JSON lacks is there in words."""
+    """A document as JSON, whose keys that name secrets have lost their values, and URLs their users and passwords.
+
+    What JSON lacks is there in words.
+    """
     if isinstance(document, Mapping):
         return {
             str(key): "(left out)" if _names_secret(str(key)) and value is not None else without_secrets(value)
@@ -81,11 +90,14 @@ def without_secrets(document: Any) -> Any:
         }
     if isinstance(document, list | tuple):
         return [without_secrets(value) for value in document]
-    return document if document is None or isinstance(document, str | int | float) else str(document)
+    if document is None or isinstance(document, int | float):
+        return document
+    return _USER_IN_URL.sub("(left out)@", str(document))
 
 
 def _names_secret(key: str) -> bool:
-    return not SECRETS.isdisjoint(word.lower() for word in _BETWEEN_WORDS.split(key))
+    words = [word.lower() for word in _BETWEEN_WORDS.split(key) if word]
+    return not SECRETS.isdisjoint(word.removesuffix("s") for word in words) or not SECRET_ENDS.isdisjoint(words[-1:])
 
 
 def slots(placement: ExpertPlacement) -> tuple[tuple[int, ...], ...]:

@@ -7,7 +7,6 @@ not handed over. :func:`ds_hybrid.rebalance.trace.read_trace` reads them.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ds_hybrid.rebalance.trace import PART_NAME, PARTS_FOLDER
+from ds_hybrid.rebalance.trace import PART_NAME, PARTS_FOLDER, part_number
 
 _PART_BYTES = 1 << 20
 """Before compression. A file that has fewer is written anew with what comes."""
@@ -37,8 +36,7 @@ class RoutingTraceWriter:
         self._folder.mkdir(exist_ok=True)
         self._layers = np.array(layers)
         self._facts = repr(dict(facts))
-        names = (re.fullmatch(r"part-([0-9]+)\.npz", path.name) for path in self._folder.iterdir())
-        self._number = 1 + max((int(name[1]) for name in names if name), default=0)
+        self._number = 1 + max((part_number(path) or 0 for path in self._folder.iterdir()), default=0)
         self._steps: list[int] = []
         self._counts: list[npt.NDArray[np.uint32]] = []
         probe = self._folder / ".writable"

@@ -128,8 +128,8 @@ def _microseconds(seconds: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
 
 
 def is_kept(number: int) -> bool:
-    """Whether the ``number``-th record of a run comes with a timeline: those of up to two significant digits.
+    """Whether the ``number``-th record since a start comes with a timeline: those of up to two significant digits.
 
-    So all of the first 100 do, then every 10th, from the 1000th on every 100th: 90 for each tenfold of a run's length.
+    So all of the first 100 do, then every 10th, from the 1000th on every 100th: 90 for each tenfold of what follows.
     """
     return number % 10 ** max(len(str(number)) - 2, 0) == 0

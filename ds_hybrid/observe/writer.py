@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+from collections.abc import Callable
 from pathlib import Path
+from weakref import WeakMethod
 
 from ds_hybrid.errors import EventsError
 from ds_hybrid.observe.events import EVENTS_FILE, TIMELINE_FILE, Record, TimelineRecord
@@ -16,8 +18,8 @@ _PIECE = 1 << 16
 class RecordWriter:
     """Writes the records of one run, each at once, so that a crash loses at most the line that it interrupts.
 
-    The directory is this writer's alone until it is closed or its process ends. What a run before has left torn at the
-    end of a file is cut off.
+    The directory is this writer's alone until it is closed or its process ends, whatever workers it has forked. What a
+    run before has left torn at the end of a file is cut off.
 
     Raises:
         EventsError: the directory, or a file in it, cannot be written, or another writer has it.
@@ -37,6 +39,7 @@ class RecordWriter:
                 )
             for file in self._files.values():
                 _cut_torn_end(file)
+            _call_in_forked(WeakMethod(self._leave_to_parent))
         except EventsError:
             self.close()
             raise
@@ -65,6 +68,22 @@ class RecordWriter:
             os.close(file)
         self._files = {}
 
+    def _leave_to_parent(self) -> None:
+        for file in self._files.values():
+            os.close(file)
+        self._files = {}
+
+
+def _call_in_forked(method: WeakMethod[Callable[[], None]]) -> None:
+    """Call it in each process that this one forks, while its object is there."""
+
+    def call() -> None:
+        alive = method()
+        if alive is not None:
+            alive()
+
+    os.register_at_fork(after_in_child=call)
+
 
 def _lock(file: int) -> bool:
     """Whether nobody else has it. Where the file system knows no locks, everybody has."""
@@ -78,7 +97,7 @@ def _lock(file: int) -> bool:
 
 
 def _unlock(file: int) -> None:
-    """For workers that were forked meanwhile, too: they have the same lock."""
+    """For a worker that is just being forked, too: it has the same lock for a moment."""
     with contextlib.suppress(OSError):
         fcntl.flock(file, fcntl.LOCK_UN)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ PARTS_FOLDER: Final = "routing_trace"
 PART_NAME: Final = "part-{:06}.npz"
 """Of the files in it, counted from 1 and written one after the other."""
 
+_PART: Final = re.compile(r"part-([0-9]+)\.npz")
+
 
 @dataclass(frozen=True, eq=False)
 class Trace:
@@ -36,6 +39,12 @@ class Trace:
     top_k: int | None = None
 
 
+def part_number(path: Path) -> int | None:
+    """Of a file in that folder; None: it is no part."""
+    match = _PART.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
 def is_trace(text: str) -> bool:
     """Whether a word of a command line is a trace's path, see :func:`read_trace`."""
     return text.endswith(".npz") or Path(text).is_dir()
@@ -43,7 +52,8 @@ def is_trace(text: str) -> bool:
 
 def read_trace(path: str | Path) -> Trace:
     """A ``.npz`` file with an array ``counts`` [T, L, E] of integers, and perhaps the text ``meta``, a dict; or the
-    directory of a run with ``observe.routing_trace``, of whose steps each counts once if it was resumed.
+    directory of a run with ``observe.routing_trace``, of whose steps each counts once if it was resumed. A run's steps
+    (those of an array ``steps``) in which a layer got no token are passed over.
 
     Raises:
         PlacementError: the path is something else.
@@ -51,15 +61,21 @@ def read_trace(path: str | Path) -> Trace:
     """
     if not Path(path).is_dir():
         arrays = _read_arrays(path)
-        return _trace(_checked(path, arrays), arrays)
-    parts = sorted(Path(path, PARTS_FOLDER).glob("part-*.npz"))
+        counts = _checked(path, arrays)
+        return _trace(_routed(path, _without_idle(counts) if "steps" in arrays else counts), arrays)
+    numbered = [(part_number(file), file) for file in _files_in(Path(path, PARTS_FOLDER))]
+    parts = [file for _, file in sorted((number, file) for number, file in numbered if number is not None)]
     if not parts:
         raise PlacementError(
             f"{path}: has no routing trace ({PARTS_FOLDER}/{PART_NAME.format(1)}). Train with "
             "ds_hybrid.observe.routing_trace, or give a trace's .npz file."
         )
     arrays_of_part = [_read_arrays(part) for part in parts]
-    return _trace(_joined(parts, arrays_of_part), arrays_of_part[0])
+    return _trace(_routed(path, _without_idle(_joined(parts, arrays_of_part))), arrays_of_part[0])
+
+
+def _files_in(folder: Path) -> list[Path]:
+    return list(folder.iterdir()) if folder.is_dir() else []
 
 
 def _trace(counts: npt.NDArray[np.int64], arrays: dict[str, Any]) -> Trace:
@@ -106,9 +122,21 @@ def _checked(path: str | Path, arrays: dict[str, Any]) -> npt.NDArray[np.int64]:
     counts = counts.astype(np.int64)
     if (counts < 0).any():
         raise PlacementError(f"{path}: counts ({shape}) has {counts.min()}, must be 0 or more.")
-    empty = np.argwhere(counts.sum(-1) == 0)
+    return counts
+
+
+def _without_idle(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Without the steps in which a layer got no token, but for a trace of nothing else."""
+    is_whole = counts.any(-1).all(-1)
+    return counts[is_whole] if is_whole.any() else counts
+
+
+def _routed(path: str | Path, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The same; refuses steps in which a layer got no token."""
+    empty = np.argwhere(~counts.any(-1))
     if len(empty):
         step, layer = empty[0]
+        shape = f"{counts.dtype} {list(counts.shape)}"
         raise PlacementError(f"{path}: counts ({shape}) is 0 for all experts of layer {layer} at step {step}.")
     return counts
 

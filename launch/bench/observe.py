@@ -148,13 +148,18 @@ def train(engines: dict[str, Any], options: Options, end: float) -> list[Any]:
     while len(samples) < options.steps:
         began = time.monotonic()
         for step in range(len(samples), len(samples) + options.interval):
-            turn = step % len(names)
+            turn = first_engine(step, options.interval)
             of_engine = {name: timed_step(engines[name], options, step) for name in (*names[turn:], *names[:turn])}
             samples.append(gathered([of_engine[name] for name in names]))
         now = time.monotonic()
         if gathered(2 * now - began > end)[0]:  # rank 0 decides whether there is time for another one
             break
     return samples
+
+
+def first_engine(step: int, interval: int) -> int:
+    """Which engine begins a step: another in each step of an interval, and in the recorded steps of all intervals."""
+    return (step % interval + step // interval) % len(ENGINES)
 
 
 def timed_step(engine: Any, options: Options, step: int) -> list[float]:
@@ -201,8 +206,10 @@ def counted_calls() -> Iterator[list[int]]:
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
     gc.disable()
-    yield
-    gc.enable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def one_step(engine: Any, ids: torch.Tensor) -> None:

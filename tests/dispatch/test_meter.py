@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ds_hybrid.dispatch.meter import Meter, WireBytes, crossing, is_recomputing
+from ds_hybrid.dispatch.meter import Meter, WireBytes, crossing
+from ds_hybrid.dispatch.spans import is_in_backward
 
 NOTHING = WireBytes(
     payload=0,
@@ -70,7 +71,7 @@ def test_a_crossing_counts_whenever_rows_cross(checkpointing: str, num_crossings
     meter, calls = Meter(), []
 
     def layer(rows: Tensor) -> Tensor:
-        calls.append(is_recomputing())
+        calls.append(is_in_backward())
         crossed = crossing(rows, torch.tensor(4), meter)
         return crossed.sin()
 
@@ -79,9 +80,9 @@ def test_a_crossing_counts_whenever_rows_cross(checkpointing: str, num_crossings
         output = layer(rows)
     else:
         output = checkpoint(layer, rows, use_reentrant=checkpointing == "reentrant")
-    assert not is_recomputing()
+    assert not is_in_backward()
     output.backward(torch.ones_like(output))
-    assert not is_recomputing()
+    assert not is_in_backward()
     assert calls == [False, True][: len(calls)]
     assert len(calls) == num_crossings - 1
     assert torch.equal(rows.grad, rows.detach().cos())

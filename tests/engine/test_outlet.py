@@ -44,6 +44,30 @@ def test_one_warning_and_no_more(warnings: list[str], error: Exception, words: s
     assert warnings == [f"ds_hybrid: observe: runs/1: {words}. Nothing more is written there; training goes on."]
 
 
+def test_what_ends_is_let_go_of_once(warnings: list[str]) -> None:
+    def release(target: list[str]) -> None:
+        target.append("released")
+        raise OSError(5, "Input/output error")
+
+    def fails(_: list[str]) -> None:
+        raise ValueError("not JSON")
+
+    closed: list[str] = []
+    failed: list[str] = []
+    outlet = Outlet("runs/1", closed, release)
+    for _ in range(2):
+        outlet.close()
+    outlet.tell(fails)
+    assert warnings == [
+        "ds_hybrid: observe: runs/1: [Errno 5] Input/output error. Nothing more is written there; training goes on."
+    ]
+    outlet = Outlet("runs/2", failed, release)
+    outlet.tell(fails)
+    outlet.close()
+    assert closed == failed == ["released"]
+    assert len(warnings) == 3
+
+
 def test_a_user_who_interrupts_is_heard() -> None:
     def interrupted(target: object) -> None:
         raise KeyboardInterrupt

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from observe import first_engine
 from observe_costs import CPU, INSIDE_CPU, INSIDE_WALL, WALL, Calls, Ratio, costs_of, is_resolved, least_interval, ratio
 
 ROOT = Path(__file__).parents[2]
@@ -75,6 +76,14 @@ def test_the_least_interval_is_the_first_below_the_goal() -> None:
         assert parts[0] < 0.01
         assert found == 1 or parts[1] >= 0.01
     assert least_interval(5.0, 1.0, 100.0) is None
+
+
+@pytest.mark.parametrize("interval", [1, 2, 5, 6, 10])
+def test_each_engine_begins_as_many_recorded_steps(interval: int) -> None:
+    recorded = [first_engine(step, interval) for step in range(interval - 1, 12 * interval, interval)]
+    assert np.bincount(recorded, minlength=len(ENGINES)).tolist() == [2] * len(ENGINES)
+    of_all = [first_engine(step, interval) for step in range(6 * interval)]
+    assert np.bincount(of_all, minlength=len(ENGINES)).tolist() == [interval] * len(ENGINES)
 
 
 @pytest.mark.launch

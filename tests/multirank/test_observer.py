@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import csv
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ import torch
 
 import ds_hybrid
 from ds_hybrid.attention.hugging_face import silent
-from ds_hybrid.dispatch.meter import Meter, WireBytes, is_recomputing
-from ds_hybrid.dispatch.traffic import WireShape, backward_traffic, forward_traffic
+from ds_hybrid.dispatch.meter import Meter, WireBytes
+from ds_hybrid.dispatch.traffic import backward_traffic, forward_traffic
 from ds_hybrid.engine import observer
 from ds_hybrid.errors import ConfigError
 from ds_hybrid.observe.events import StepRecord
@@ -23,11 +24,12 @@ from ds_hybrid.observe.run_directory import find_timelines, read_events
 from ds_hybrid.observe.writer import RecordWriter
 from ds_hybrid.placement import ExpertPlacement
 from ds_hybrid.rebalance.trace import read_trace
-from tests.multirank import explicit
+from tests.multirank import explicit, witness
 from tests.multirank.sequences import Sequences, make_engine, steps
 from tests.multirank.test_moving_experts import loss_of
 from tests.multirank.test_rebalancing import EAGER
 from tests.multirank.training import Run, make_prepared
+from tests.multirank.witness import Seen, loads_of, watched
 from tests.ranks import RankPool
 
 QWEN = Run(mode="two_stage", accumulation=2, adam=True)
@@ -35,26 +37,6 @@ MIXTRAL = Run("mixtral", mode="alltoall", ep_size=4, overlap_chunks=2, checkpoin
 EXPLICIT = explicit.Setup(accumulation=2, dispatch={"mode": "two_stage"}, lengths=(6, 5, 0, 3))
 NUM_STEPS, INTERVAL = 5, 2
 RUNS = pytest.mark.parametrize("run", [QWEN, MIXTRAL, EXPLICIT], ids=["qwen3_moe", "mixtral", "explicit"])
-
-
-@dataclass(frozen=True)
-class Story:
-    """What one rank saw itself.
-
-    Attributes:
-        losses: of each step, the mean of its micro-batches.
-        ids: for each step, layer and micro-batch of training, the [T, K] choices of this rank's tokens.
-        shapes, placements: by layer, as the run ended.
-        groups: the expert-parallel groups.
-        num_gathered: how often the observer gathered something.
-    """
-
-    losses: list[float]
-    ids: list[list[list[np.ndarray]]]
-    shapes: dict[str, WireShape]
-    placements: dict[str, ExpertPlacement]
-    groups: list[list[int]]
-    num_gathered: int
 
 
 def engine_of(run: Run | explicit.Setup, options: dict[str, Any], config: dict[str, Any] | None = None) -> Any:
@@ -65,56 +47,17 @@ def engine_of(run: Run | explicit.Setup, options: dict[str, Any], config: dict[s
     return ds_hybrid.initialize(model=model, model_parameters=list(model.parameters()), config=document)[0]
 
 
-def train(engine: Any, run: Run | explicit.Setup, steps: range) -> Story:
+def train(engine: Any, run: Run | explicit.Setup, steps: range) -> Seen:
     """Each step is followed by an evaluation, on other data. Ends the engine."""
-    ids: list[list[list[np.ndarray]]] = []
-    layers = engine.moe_layers_by_name()
-
-    def note(number: int) -> Any:
-        def hook(module: Any, _: Any, output: Any) -> None:
-            chosen = output[1] if isinstance(run, Run) else output.routing.topk_ids
-            if module.training and not is_recomputing():
-                ids[-1][number].append(chosen.numpy().copy())
-
-        return hook
-
-    routers = [layer.router if isinstance(run, Run) else layer.deepspeed_moe.gate for layer in layers.values()]
-    hooks = [router.register_forward_hook(note(number)) for number, router in enumerate(routers)]
-    losses, calls = [], 0
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return gather(*args, **kwargs)
-
-    gather = observer.dist.gather_object
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(observer.dist, "gather_object", counted)
+    with watched(engine, []) as seen:
         for step in steps:
-            ids.append([[] for _ in layers])
-            total = 0.0
-            for micro in range(run.accumulation):
-                loss = loss_of(engine, run, step, micro)
-                engine.backward(loss)
-                engine.step()
-                total += float(loss.detach()) / run.accumulation
-            losses.append(total)
+            witness.train(engine, run, range(step, step + 1))
             engine.eval()
             with torch.no_grad():
                 loss_of(engine, run, step + 100, 0)
             engine.train()
-    for hook in hooks:
-        hook.remove()
-    story = Story(
-        losses,
-        ids,
-        {name: layer.switch.shape for name, layer in layers.items()},
-        {name: layer.placement for name, layer in layers.items()},
-        next(iter(engine._expert_groups.values())),
-        calls,
-    )
     engine.destroy()
-    return story
+    return seen[0]
 
 
 def observed(
@@ -122,7 +65,7 @@ def observed(
     options: dict[str, Any],
     config: dict[str, Any] | None = None,
     num_steps: int = NUM_STEPS,
-) -> Story:
+) -> Seen:
     return train(engine_of(run, options, config), run, range(num_steps))
 
 
@@ -134,86 +77,86 @@ def observe(folder: Path, **options: Any) -> dict[str, Any]:
 def test_records_agree_with_what_was_routed_sent_and_learnt(
     four_ranks: RankPool, tmp_path: Path, run: Run | explicit.Setup
 ) -> None:
-    stories = four_ranks.run(observed, run, observe(tmp_path, routing_trace=True))
+    ranks = four_ranks.run(observed, run, observe(tmp_path, routing_trace=True))
     read = read_events(tmp_path)
     assert read.warnings == ()
     assert [record.step for record in read.steps] == [2, 4]
     for record in read.steps:
-        check_step(record, stories, run)
+        check_step(record, ranks, run)
     (begun,) = read.runs
-    assert [layer.name for layer in begun.layers] == list(stories[0].shapes)
+    assert [layer.name for layer in begun.layers] == list(ranks[0].shapes)
     assert begun.world_size == len(begun.node_of_rank) == 4
     (groups,) = begun.expert_groups
-    assert [list(group) for group in groups.ep_groups] == stories[0].groups
+    assert [list(group) for group in groups.ep_groups] == ranks[0].groups
     assert sorted(rank for group in groups.edp_groups for rank in group) == [0, 1, 2, 3]
     assert begun.ds_config["ds_hybrid"]["observe"]["directory"] == str(tmp_path)
     assert begun.versions["torch"] == version("torch")
-    assert [story.num_gathered for story in stories] == [2] * 4
+    assert [seen.num_gathered for seen in ranks] == [2] * 4
     # The trace has each step for itself; those after the last interval were not handed over.
-    assert read_trace(tmp_path).counts.tolist() == [loads_of(stories, step) for step in range(4)]
+    assert read_trace(tmp_path).counts.tolist() == [loads_of(ranks, calls_of(run, [step])) for step in range(4)]
 
 
-def check_step(record: StepRecord, stories: list[Story], run: Run | explicit.Setup) -> None:
-    steps = range(record.step - INTERVAL, record.step)
-    losses = [story.losses[step] for story in stories for step in steps]
+def check_step(record: StepRecord, ranks: list[Seen], run: Run | explicit.Setup) -> None:
+    calls = calls_of(run, range(record.step - INTERVAL, record.step))
+    losses = [seen.losses[call] for seen in ranks for call in calls]
     assert record.loss == pytest.approx(sum(losses) / len(losses), rel=1e-6)
     assert (record.num_steps, record.samples) == (INTERVAL, record.step * samples_per_step(run))
     assert all(value > 1e6 for value in record.host_memory)
     assert record.accelerator_memory is None
     assert record.tokens_per_second == pytest.approx(record.tokens / record.seconds)
     assert 0 < record.exposed_fraction < 1
+    sent = sum(sum(layer.wire_bytes.values()) for layer in record.layers)
+    assert record.wire_bytes_per_token == pytest.approx(sent / record.tokens)
+    loads = loads_of(ranks, calls)
     for number, layer in enumerate(record.layers):
-        shape, placement = stories[0].shapes[layer.name], stories[0].placements[layer.name]
-        load = np.sum([loads_of(stories, step)[number] for step in steps], axis=0)
+        shape, placement = ranks[0].shapes[layer.name], ranks[0].placements[layer.name]
+        load = np.array(loads[number])
         assert layer.load == tuple(load)
         assert layer.load_max_over_mean == pytest.approx(load.max() / load.mean())
         assert layer.rank_load == tuple(load[placement.expert_of_slot].sum(1))
         assert record.tokens == load.sum() // shape.top_k
-        wire, bound = bytes_of(stories, layer.name, number, steps, run)
+        wire, bound = bytes_of(ranks, layer.name, number, calls, run)
         assert (layer.wire_bytes, layer.lower_bound) == ({layer.mode: wire}, bound)
         assert layer.lower_bound_ratio == pytest.approx(wire / bound)
         assert len(layer.expert_seconds) == len(layer.arrived) == shape.num_ranks
         assert layer.exposed_seconds > 0
 
 
+def calls_of(run: Run | explicit.Setup, steps: Iterable[int]) -> list[int]:
+    """The micro-batches of some steps, counted from the first step on."""
+    return [step * run.accumulation + micro for step in steps for micro in range(run.accumulation)]
+
+
 def samples_per_step(run: Run | explicit.Setup) -> int:
     return int(run.ds_config()["train_micro_batch_size_per_gpu"] * run.accumulation * 4)
 
 
-def loads_of(stories: list[Story], step: int) -> list[list[int]]:
-    """[L, E] pairs of all ranks."""
-    found = []
-    for number, shape in enumerate(stories[0].shapes.values()):
-        chosen = np.concatenate([ids.ravel() for story in stories for ids in story.ids[step][number]])
-        found.append(np.bincount(chosen, minlength=shape.num_experts).tolist())
-    return found
-
-
-def bytes_of(stories: list[Story], layer: str, number: int, steps: range, run: Run | explicit.Setup) -> tuple[int, int]:
+def bytes_of(
+    ranks: list[Seen], layer: str, number: int, calls: list[int], run: Run | explicit.Setup
+) -> tuple[int, int]:
     """By the formulas, from each call's choices: all bytes, and those that had to cross."""
-    shape, rank_of = stories[0].shapes[layer], stories[0].placements[layer].rank_of_expert
+    shape, rank_of = ranks[0].shapes[layer], ranks[0].placements[layer].rank_of_expert
     num_chunks = run.overlap_chunks if isinstance(run, Run) else 1
     mode = run.mode if isinstance(run, Run) else "two_stage"
     is_repeated = isinstance(run, Run) and run.checkpointing is not None
     wire = bound = 0
-    for group in stories[0].groups:
-        for step in steps:
-            for call in range(run.accumulation):
-                choices = [rank_of[stories[rank].ids[step][number][call]] for rank in group]
-                for chunk in zip(*(np.array_split(choice, num_chunks) for choice in choices), strict=True):
-                    forward = forward_traffic(mode, chunk, shape)
-                    backward = backward_traffic(mode, chunk, shape)
-                    for traffic, times in ((forward, 2 if is_repeated else 1), (backward, 1)):
-                        wire += times * int((traffic.payload + traffic.metadata).sum())
-                        bound += times * int(traffic.lower_bound.sum())
+    for group in ranks[0].groups:
+        for call in calls:
+            choices = [rank_of[ranks[rank].ids[number][call]] for rank in group]
+            for chunk in zip(*(np.array_split(choice, num_chunks) for choice in choices), strict=True):
+                forward = forward_traffic(mode, chunk, shape)
+                backward = backward_traffic(mode, chunk, shape)
+                for traffic, times in ((forward, 2 if is_repeated else 1), (backward, 1)):
+                    wire += times * int((traffic.payload + traffic.metadata).sum())
+                    bound += times * int(traffic.lower_bound.sum())
     return wire, bound
 
 
 def test_nobody_notices_being_observed(four_ranks: RankPool, tmp_path: Path) -> None:
     seen = four_ranks.run(observed, QWEN, observe(tmp_path, interval=1, routing_trace=True))
     unseen = four_ranks.run(observed, QWEN, {})
-    assert [story.losses for story in seen] == [story.losses for story in unseen]
-    assert [story.num_gathered for story in seen + unseen] == [NUM_STEPS] * 4 + [0] * 4
+    assert [seen.losses for seen in seen] == [seen.losses for seen in unseen]
+    assert [seen.num_gathered for seen in seen + unseen] == [NUM_STEPS] * 4 + [0] * 4
 
 
 def test_monitors_get_the_same_figures_over_samples(four_ranks: RankPool, tmp_path: Path) -> None:
@@ -245,12 +188,12 @@ def test_monitors_get_the_same_figures_over_samples(four_ranks: RankPool, tmp_pa
 
 def test_monitors_alone_need_no_directory(two_ranks: RankPool, tmp_path: Path) -> None:
     monitors = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
-    stories = two_ranks.run(observed, QWEN, {"observe": {"interval": 5}}, monitors)
-    assert [story.num_gathered for story in stories] == [1, 1]
+    ranks = two_ranks.run(observed, QWEN, {"observe": {"interval": 5}}, monitors)
+    assert [seen.num_gathered for seen in ranks] == [1, 1]
     with (tmp_path / "job" / "Train_Samples_train_loss.csv").open() as file:
         _, (samples, loss) = csv.reader(file)
     assert int(samples) == 5 * 2 * 2 * 2
-    losses = [loss for story in stories for loss in story.losses]
+    losses = [loss for seen in ranks for loss in seen.losses]
     assert float(loss) == pytest.approx(sum(losses) / len(losses), rel=1e-6)
 
 
@@ -302,11 +245,10 @@ def test_timelines_can_be_left_out(two_ranks: RankPool, tmp_path: Path) -> None:
     assert len(read_events(tmp_path).steps) == 2
 
 
-def test_decisions_and_what_came_of_them_are_told(four_ranks: RankPool, tmp_path: Path) -> None:
-    run = replace(QWEN, mode="auto")
+def test_moves_and_what_came_of_them_are_told(four_ranks: RankPool, tmp_path: Path) -> None:
     options = observe(tmp_path) | {"rebalance": EAGER}
     monitors = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
-    stories = four_ranks.run(observed, run, options, monitors, 12)
+    ranks = four_ranks.run(observed, QWEN, options, monitors, 12)
     read = read_events(tmp_path)
     moves = [record for record in read.rebalances if record.action == "moved"]
     assert moves
@@ -323,25 +265,18 @@ def test_decisions_and_what_came_of_them_are_told(four_ranks: RankPool, tmp_path
         assert paying == set(record.placements)
         placements |= record.placements
     assert placements == {
-        name: tuple(map(tuple, placement.expert_of_slot.tolist())) for name, placement in stories[0].placements.items()
+        name: tuple(map(tuple, placement.expert_of_slot.tolist())) for name, placement in ranks[0].placements.items()
     }
     for gain in read.gains:
         move = next(record for record in moves if record.step == gain.moved_at)
         (decision,) = [decision for decision in move.decisions if decision.layer == gain.layer]
         assert gain.predicted == decision.predicted_gain
-    assert len(read.gains) >= len(moves) - 1
-    modes = {layer.name: layer.mode for layer in read.runs[0].layers}
-    for change in read.dispatchers:
-        assert (change.before, change.step) == (modes[change.layer], 1)
-        assert min(change.predicted_seconds, key=change.predicted_seconds.__getitem__) == change.after
-        modes[change.layer] = change.after
-    assert {layer.name: layer.mode for layer in read.steps[0].layers} == modes
 
     def shown(name: str) -> list[tuple[int, float]]:
         with (tmp_path / "job" / f"Train_Samples_{name}.csv").open() as file:
             return [(int(samples), float(value)) for samples, value in list(csv.reader(file))[1:]]
 
-    samples = samples_per_step(run)
+    samples = samples_per_step(QWEN)
     assert shown("moe_experts_moved") == [(record.step * samples, record.num_moved) for record in moves]
     assert shown("moe_rebalance_predicted_gain") == [
         (record.step * samples, pytest.approx(sum(each.predicted_gain for each in record.decisions if each.pays)))
@@ -351,8 +286,6 @@ def test_decisions_and_what_came_of_them_are_told(four_ranks: RankPool, tmp_path
     assert shown("moe_rebalance_measured_gain") == [
         (step * samples, pytest.approx(sum(gain.measured for gain in read.gains if gain.step == step))) for step in at
     ]
-    changes = len(read.dispatchers)
-    assert changes == 0 or shown("moe_dispatcher_changes") == [(samples, changes)]
 
 
 def moved_by_call(folder: Path) -> None:
@@ -375,19 +308,21 @@ def test_moves_by_a_call_are_told(two_ranks: RankPool, tmp_path: Path) -> None:
     assert layer.rank_load == tuple(sum(layer.load[expert] for expert in place) for place in slots)
 
 
-def interrupted(folder: Path) -> list[Story]:
-    """Six steps, saved after the fourth; then from there once more, and on to the eighth."""
+def interrupted(folder: Path) -> list[Seen]:
+    """Six steps, saved after the third; then from there once more, and on to the eighth. Two timelines a start."""
     options = observe(folder / "run", routing_trace=True)
     engine = engine_of(QWEN, options)
     saved, destroy = folder / "checkpoints", engine.destroy
     engine.destroy = lambda: None
-    first = train(engine, QWEN, range(3))
-    engine.save_checkpoint(str(saved))
-    lost = train(engine, QWEN, range(3, 6))
-    destroy()
-    engine = engine_of(QWEN, options)
-    engine.load_checkpoint(str(saved))
-    return [first, lost, train(engine, QWEN, range(3, 8))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(observer, "is_kept", lambda number: number <= 2)
+        first = train(engine, QWEN, range(3))
+        engine.save_checkpoint(str(saved))
+        lost = train(engine, QWEN, range(3, 6))
+        destroy()
+        engine = engine_of(QWEN, options)
+        engine.load_checkpoint(str(saved))
+        return [first, lost, train(engine, QWEN, range(3, 8))]
 
 
 def test_a_resumed_run_appends_and_counts_each_step_once(two_ranks: RankPool, tmp_path: Path) -> None:
@@ -397,11 +332,12 @@ def test_a_resumed_run_appends_and_counts_each_step_once(two_ranks: RankPool, tm
     assert [record.step for record in read.steps] == [2, 4, 6, 8]
     assert (len(read.runs), [record.step for record in read.resumes]) == (2, [3])
     assert [record.num_steps for record in read.steps] == [2, 1, 2, 2]
-    losses = [story.losses[step - 3] for story in second for step in (4, 5)]
+    losses = [seen.losses[call] for seen in second for call in calls_of(QWEN, (1, 2))]
     assert read.steps[2].loss == pytest.approx(sum(losses) / len(losses), rel=1e-6)
-    counts = [loads_of(list(first), step) for step in range(3)] + [loads_of(list(second), step) for step in range(5)]
+    counts = [loads_of(list(first), calls_of(QWEN, [step])) for step in range(3)]
+    counts += [loads_of(list(second), calls_of(QWEN, [step])) for step in range(5)]
     assert read_trace(tmp_path / "run").counts.tolist() == counts
-    assert find_timelines(tmp_path / "run").steps == (2, 4, 6, 8)
+    assert find_timelines(tmp_path / "run").steps == (2, 4, 6)  # of the second start the first two: 4, 6
 
 
 def refused(options: dict[str, Any]) -> str:
@@ -417,7 +353,7 @@ def test_a_directory_that_cannot_be_written_is_one_error_on_every_rank(two_ranks
     assert messages[0].startswith(f'rank 0: ds_hybrid.observe.directory = "{tmp_path}/file/run": Not a directory')
 
 
-def observed_on_a_full_disk(folder: Path) -> Story:
+def observed_on_a_full_disk(folder: Path) -> Seen:
     def full(self: RecordWriter, record: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -430,7 +366,7 @@ def observed_on_a_full_disk(folder: Path) -> Story:
 def test_a_disk_that_is_full_does_not_end_the_training(two_ranks: RankPool, tmp_path: Path) -> None:
     full = two_ranks.run(observed_on_a_full_disk, tmp_path)
     unseen = two_ranks.run(observed, QWEN, {})
-    assert [story.losses for story in full] == [story.losses for story in unseen]
+    assert [seen.losses for seen in full] == [seen.losses for seen in unseen]
     assert len(read_events(tmp_path).records) == 1
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import ds_hybrid
 from ds_hybrid.dispatch.predict import GroupSpeed
+from ds_hybrid.dispatch.spans import is_in_backward
 from ds_hybrid.engine import expert_costs, rebalancer
 from ds_hybrid.engine.step_loads import StepLoads
 from ds_hybrid.errors import PlacementError
@@ -138,7 +139,7 @@ def counted_and_routed(run: Run) -> tuple[list[list[list[int]]], list[list[list[
 
     def note(layer: Any, number: int) -> Any:
         def hook(module: Any, args: Any, output: Any) -> None:
-            if module.training and torch._C._current_graph_task_id() == -1:
+            if module.training and not is_in_backward():
                 seen[-1][number] += torch.bincount(output[1].flatten(), minlength=layer.num_experts)
 
         return hook

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
+import pytest
 from torch import Tensor, nn
 
 import ds_hybrid
+from ds_hybrid.dispatch.spans import is_in_backward
 from ds_hybrid.dispatch.traffic import WireShape
+from ds_hybrid.engine import observer
+from ds_hybrid.moe.layer import MoE
 from ds_hybrid.placement import ExpertPlacement
+from tests.multirank import explicit
 from tests.multirank.test_moving_experts import loss_of
 from tests.multirank.training import Run
 
@@ -31,6 +35,7 @@ class Seen:
         batch_size: of a step, as DeepSpeed counts samples.
         num_skipped: optimizer steps whose gradients overflowed.
         attention_bytes: that left this rank for keys and values, and their gradients.
+        num_gathered: how often the observer gathered something.
     """
 
     losses: list[float]
@@ -41,6 +46,7 @@ class Seen:
     batch_size: int
     num_skipped: int
     attention_bytes: int
+    num_gathered: int
 
 
 @contextmanager
@@ -50,12 +56,14 @@ def watched_routers(layers: dict[str, Any]) -> Iterator[list[list[np.ndarray]]]:
 
     def note(number: int) -> Any:
         def hook(router: nn.Module, _: Any, output: Any) -> None:
-            if router.training and torch._C._current_graph_task_id() == -1:
-                ids[number].append(output[1].numpy().copy())
+            if router.training and not is_in_backward():
+                chosen = output.routing.topk_ids if hasattr(output, "routing") else output[1]
+                ids[number].append(chosen.numpy().copy())
 
         return hook
 
-    hooks = [layer.router.register_forward_hook(note(number)) for number, layer in enumerate(layers.values())]
+    routers = [layer.deepspeed_moe.gate if isinstance(layer, MoE) else layer.router for layer in layers.values()]
+    hooks = [router.register_forward_hook(note(number)) for number, router in enumerate(routers)]
     yield ids
     for hook in hooks:
         hook.remove()
@@ -77,8 +85,16 @@ def watched(engine: Any, losses: list[float]) -> Iterator[list[Seen]]:
         losses.append(float(loss.detach()))
         return backward(loss, *arguments, **options)
 
+    gather, num_gathered = observer.dist.gather_object, 0
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        nonlocal num_gathered
+        num_gathered += 1
+        return gather(*arguments, **options)
+
     engine.backward = noted
-    with watched_routers(layers) as ids:
+    with watched_routers(layers) as ids, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(observer.dist, "gather_object", counted)
         yield seen
     del engine.backward
     seen.append(
@@ -91,6 +107,7 @@ def watched(engine: Any, losses: list[float]) -> Iterator[list[Seen]]:
             engine.train_batch_size(),
             engine.skipped_steps,
             attention_bytes() - before,
+            num_gathered,
         )
     )
 
@@ -102,7 +119,7 @@ def engine_of(model: Any, document: dict[str, Any], folder: Path | None, interva
     return ds_hybrid.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
 
 
-def loads_of(ranks: list[Seen], calls: range) -> list[list[int]]:
+def loads_of(ranks: list[Seen], calls: Sequence[int]) -> list[list[int]]:
     """[L, E] (token, choice) pairs of some micro-batches, of ``ranks`` together."""
     return [
         np.bincount(
@@ -113,7 +130,7 @@ def loads_of(ranks: list[Seen], calls: range) -> list[list[int]]:
     ]
 
 
-def train(engine: Any, run: Run, steps: range) -> None:
+def train(engine: Any, run: Run | explicit.Setup, steps: range) -> None:
     for step in steps:
         for micro in range(run.accumulation):
             engine.backward(loss_of(engine, run, step, micro))

@@ -163,9 +163,36 @@ def test_secrets_of_a_ds_config_stay_out() -> None:
         "wandb": {"api_key": None},
     }
     secrets = ["hf_token", "wandb_api_key", "aws_secret_access_key", "WANDB_API_KEY", "apiKey", "db-password", "apikey"]
-    harmless = ["tokenizer", "max_tokens", "keys", "monkey", "secretary", "tokens_per_second"]
+    secrets += [
+        "auth",
+        "db_pwd",
+        "passphrase",
+        "slackWebhook",
+        "webhook_url",
+        "Authorization",
+        "token_",
+        "passwords",
+        "aws_credentials",
+    ]
+    harmless = ["tokenizer", "max_tokens", "keys", "monkey", "secretary", "tokens_per_second", "author"]
+    harmless += ["pad_token_id", "key_size", "num_key_value_heads", "tokenType"]
     document = dict.fromkeys([*secrets, *harmless], "x")
     assert {key for key, value in without_secrets(document).items() if value != "x"} == set(secrets)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("https://me:pass@host:8080/runs?of=a@b", "https://(left out)@host:8080/runs?of=a@b"),
+        ("https://me:p@ss@host", "https://(left out)@host"),
+        ("git+ssh://hf_abc@host/a", "git+ssh://(left out)@host/a"),
+        ("to tcp://a:b@one, tcp://c:d@two", "to tcp://(left out)@one, tcp://(left out)@two"),
+        ("https://host/a@b", "https://host/a@b"),
+        ("me@host", "me@host"),
+    ],
+)
+def test_passwords_in_urls_stay_out(url: str, shown: str) -> None:
+    assert without_secrets({"at": [url]}) == {"at": [shown]}
 
 
 def test_a_ds_config_with_what_json_lacks_is_written_in_words() -> None:

@@ -63,6 +63,29 @@ def test_a_resumed_run_appends_and_its_steps_replace_those_that_were_lost(tmp_pa
     assert read_trace(tmp_path).counts.tolist() == [*expected[:-1], *counts(range(5, 6), factor=100).tolist()]
 
 
+def test_parts_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    writer_of(tmp_path).append([1], counts(range(1, 2)))
+    folder = tmp_path / PARTS_FOLDER
+    (folder / "part-000001.npz").rename(folder / "part-999999.npz")
+    (folder / "part-x.npz").touch()
+    writer_of(tmp_path).append([2], counts(range(2, 3)))
+    assert files(tmp_path) == ["part-1000000.npz", "part-999999.npz", "part-x.npz"]
+    assert read_trace(tmp_path).counts.tolist() == counts(range(1, 3)).tolist()
+
+
+def test_steps_in_which_a_layer_got_no_token_are_passed_over(tmp_path: Path) -> None:
+    recorded = counts(range(1, 5))
+    recorded[1, 0] = recorded[2] = 0
+    writer_of(tmp_path).append([1, 2, 3, 4], recorded)
+    for path in (tmp_path, tmp_path / PARTS_FOLDER / "part-000001.npz"):
+        assert read_trace(path).counts.tolist() == recorded[[0, 3]].tolist()
+    writer_of(tmp_path).append([1], recorded[1:2])  # made again, and all others are lost
+    with pytest.raises(
+        PlacementError, match=r"counts \(int64 \[1, 2, 4\]\) is 0 for all experts of layer 0 at step 0\."
+    ):
+        read_trace(tmp_path)
+
+
 def test_a_crash_while_a_part_is_written_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = writer_of(tmp_path)
     writer.append([1], counts(range(1, 2)))

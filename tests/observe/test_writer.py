@@ -83,17 +83,45 @@ def test_a_worker_that_was_forked_meanwhile_holds_nothing_up(tmp_path: Path) -> 
         os.waitpid(worker, 0)
 
 
-def test_another_process_is_refused_until_the_writer_dies(tmp_path: Path) -> None:
-    write = "writer = RecordWriter(sys.argv[1]); print(1, flush=True); input()"
-    command = [sys.executable, "-c", f"import sys; from ds_hybrid.observe.writer import RecordWriter; {write}"]
-    with subprocess.Popen([*command, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+WRITES = """
+import multiprocessing, sys, time
+from ds_hybrid.observe.writer import RecordWriter
+writer = RecordWriter(sys.argv[1])
+worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+worker.start()
+print(worker.pid, flush=True)
+input()
+"""
+
+
+def test_another_process_is_refused_until_the_writer_dies_though_its_worker_lives(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WRITES, tmp_path]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == b"1\n"
-        with pytest.raises(EventsError, match="another engine writes there now"):
-            RecordWriter(tmp_path)
-        process.kill()
-        process.wait(timeout=30)
-    RecordWriter(tmp_path).close()
+        worker = int(process.stdout.readline())
+        try:
+            with pytest.raises(EventsError, match="another engine writes there now"):
+                RecordWriter(tmp_path)
+            process.kill()
+            process.wait(timeout=30)
+            RecordWriter(tmp_path).close()
+            os.kill(worker, 0)  # it is still there
+        finally:
+            os.kill(worker, signal.SIGKILL)
+
+
+def test_a_forked_worker_leaves_the_files_to_its_parent(tmp_path: Path) -> None:
+    writer = RecordWriter(tmp_path)
+    gone = RecordWriter(tmp_path / "gone")
+    gone.close()
+    del gone
+    worker = os.fork()
+    if worker == 0:
+        os._exit(len(writer._files))
+    assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == 0
+    writer.write(run_record())
+    writer.close()
+    assert read_events(tmp_path).records == (run_record(),)
 
 
 def test_a_file_system_without_locks_serves_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,10 +235,7 @@ def _gathering(original: Callable[..., Any]) -> Callable[..., Any]:
                 "zero_optimization.stage3_gather_16bit_weights_on_model_save = false: the weights are not gathered. "
                 "Set it to true, or save a checkpoint and run `ds_hybrid export` on it."
             )
-        try:
-            return model.whole_state_dict()
-        except ValueError as error:
-            raise RuntimeError(str(error)) from error  # which Trainer does not take for that sign
+        return model.whole_state_dict()
 
     return get_state_dict
 

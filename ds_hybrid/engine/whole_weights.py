@@ -62,7 +62,7 @@ def gather_whole(
     """What ``MoEEngine.whole_state_dict`` does; its result. All ranks call it.
 
     Raises:
-        RuntimeError: for any ValueError, which transformers' Trainer would take for weights that are not to be gathered.
+        RuntimeError: for any ValueError, which the Trainer would take for weights that are not to be gathered.
     """
     if engine._optimizer_has_ckpt_event_prologue():
         engine.optimizer.checkpoint_event_prologue()

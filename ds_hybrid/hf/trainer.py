@@ -155,7 +155,7 @@ def _preparing(
         for model in args:
             if isinstance(model, nn.Module):
                 _check_accelerator(self, model, ds_config)
-        with _section_hidden(ds_config) as section, _initialize_replaced(ds_config, section):
+        with _sections_hidden(ds_config) as sections, _initialize_replaced(ds_config, sections):
             prepared = original(self, *args)
         for engine in prepared:
             if isinstance(engine, MoEEngine):
@@ -167,26 +167,26 @@ def _preparing(
 
 
 @contextmanager
-def _section_hidden(ds_config: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """While open, our section is not there: Accelerate takes each "auto" in it for a blank that it must fill."""
-    section = {"ds_hybrid": ds_config.pop("ds_hybrid")} if "ds_hybrid" in ds_config else {}
+def _sections_hidden(ds_config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """While open, ours and AutoEP's are not there: Accelerate takes each "auto" for a blank that it must fill."""
+    sections = {name: ds_config.pop(name) for name in ("expert_parallel", "ds_hybrid") if name in ds_config}
     try:
-        yield section
+        yield sections
     finally:
-        ds_config |= section
+        ds_config |= sections
 
 
 @contextmanager
-def _initialize_replaced(ds_config: dict[str, Any], section: dict[str, Any]) -> Iterator[None]:
-    """While open, ``deepspeed.initialize`` with Accelerate's ds_config is ``ds_hybrid.initialize`` with our section."""
+def _initialize_replaced(ds_config: dict[str, Any], sections: dict[str, Any]) -> Iterator[None]:
+    """While open, ``deepspeed.initialize`` with Accelerate's ds_config is ``ds_hybrid.initialize`` with all sections."""
     original = deepspeed.initialize
 
-    def initialize_with_section(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    def initialize_with_sections(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         if kwargs.get("config_params") is not ds_config:
             return original(*args, **kwargs)
-        return initialize(*args, **{**kwargs, "config_params": {**ds_config, **section}})
+        return initialize(*args, **{**kwargs, "config_params": {**ds_config, **sections}})
 
-    deepspeed.initialize = initialize_with_section
+    deepspeed.initialize = initialize_with_sections
     try:
         yield
     finally:

@@ -19,6 +19,7 @@ import torch
 from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.utils.dataclasses import FP8BackendType
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
+from deepspeed.runtime.engine import DeepSpeedEngine
 from packaging.requirements import Requirement
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -27,7 +28,7 @@ import ds_hybrid
 from ds_hybrid.engine.parameter_groups import split_optimizer
 from ds_hybrid.errors import ConfigError
 from ds_hybrid.hf import trainer
-from ds_hybrid.hf.trainer import engine_of, is_on, use_with_accelerate
+from ds_hybrid.hf.trainer import engine_of, use_with_accelerate
 
 SOURCES = {
     # The first calls deepspeed.initialize, looked up when it runs, and puts the engine in its result.
@@ -44,6 +45,11 @@ def test_accelerates_source_is_the_one_that_was_read(name: str) -> None:
     assert hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16] == expected
 
 
+def is_on() -> bool:
+    replaced = trainer._replacement_in(Accelerator)
+    return replaced is not None and bool(replaced.switches)
+
+
 HIDDEN = {"expert_parallel", "ds_hybrid"}
 
 
@@ -54,13 +60,13 @@ def methods() -> list[Callable[..., Any]]:
 def test_on_and_off() -> None:
     before = methods()
     switch = ds_hybrid.use_with_accelerate()
-    assert is_on(Accelerator)
+    assert is_on()
     assert [now is then for now, then in zip(methods(), before, strict=True)] == [False, True, True]
     switch.off()
     assert methods() == before
     switch.off()
     assert methods() == before
-    assert not is_on(Accelerator)
+    assert not is_on()
 
 
 def test_a_block_ends_it_whatever_happens() -> None:
@@ -85,7 +91,7 @@ def test_a_block_stays_on_when_an_outer_switch_goes_off() -> None:
     outer = use_with_accelerate()
     with use_with_accelerate():
         outer.off()
-        assert is_on(Accelerator)
+        assert is_on()
         assert methods() != before
     assert methods() == before
 
@@ -126,10 +132,10 @@ def test_who_replaced_the_method_later_keeps_it(monkeypatch: pytest.MonkeyPatch,
     Accelerator._prepare_deepspeed(Unprepared())
     switch.off()
     assert Accelerator._prepare_deepspeed is foreign
-    assert not is_on(Accelerator)
+    assert not is_on()
     Accelerator._prepare_deepspeed(Unprepared())
     with use_with_accelerate():
-        assert is_on(Accelerator)
+        assert is_on()
         Accelerator._prepare_deepspeed(Unprepared())
     Accelerator._prepare_deepspeed(Unprepared())
     assert sections == [False, True, False, True]
@@ -161,6 +167,42 @@ def test_what_cannot_be_is_refused_before_anything_is_built(
         assert built == []
         Accelerator._prepare_deepspeed(Unprepared(**setting), "a dataloader")  # before the model, or without one
     assert built == [("a dataloader",)]
+
+
+class Foreign(DeepSpeedEngine):
+    """An engine as DeepSpeed's ``initialize`` makes it, as far as it is looked at."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        nn.Module.__init__(self)
+        self.is_destroyed = False
+
+    def destroy(self) -> None:
+        self.is_destroyed = True
+
+
+def test_an_engine_of_deepspeeds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when Accelerate passes a copy of its ds_config. One that was there before is not looked at."""
+    built: list[Foreign] = []
+
+    def initialize(**kwargs: Any) -> tuple[Any, ...]:
+        built.append(Foreign(**kwargs))
+        return built[-1], None, None, None
+
+    def prepare(self: Any, *args: Any) -> tuple[Any, ...]:
+        if isinstance(args[0], DeepSpeedEngine):
+            return args
+        return deepspeed.initialize(model=args[0], config_params=dict(self.deepspeed_plugin.deepspeed_config))
+
+    monkeypatch.setattr(Accelerator, "_prepare_deepspeed", prepare)
+    monkeypatch.setattr(deepspeed, "initialize", initialize)
+    with use_with_accelerate():
+        message = rf"^accelerate {accelerate.__version__}: its engine is DeepSpeed's own, built without"
+        with pytest.raises(ConfigError, match=message):
+            Accelerator._prepare_deepspeed(Unprepared(), nn.Linear(2, 2))
+        assert [engine.is_destroyed for engine in built] == [True]
+        before = Foreign()
+        assert Accelerator._prepare_deepspeed(Unprepared(), before) == (before,)
+        assert not before.is_destroyed
 
 
 def test_others_who_build_meanwhile_reach_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,6 +271,19 @@ def test_the_scripts_scheduler_drives_the_optimizer_that_accelerate_puts_in_plac
     assert [group["lr"] for group in in_place.param_groups] == [0.5, 0.5]
 
 
+@pytest.mark.parametrize(
+    ("origins", "with_scheduler", "is_lost"),
+    [([0, 0], False, True), ([0, 0], True, False), ([0], False, False)],
+    ids=["split", "passed along", "whole"],
+)
+def test_a_scheduler_that_was_not_passed_along(origins: list[int], with_scheduler: bool, is_lost: bool) -> None:
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(2))])
+    assert not trainer._has_lost_scheduler((optimizer,), origins)  # none yet: it will be made of the split groups
+    scheduler = LambdaLR(optimizer, lambda step: 1.0)
+    args = (optimizer, scheduler) if with_scheduler else (optimizer,)
+    assert trainer._has_lost_scheduler(args, origins) == is_lost
+
+
 def test_the_extra_installs_what_is_known() -> None:
     """As the message without accelerate says."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
@@ -242,18 +297,34 @@ def test_the_extra_installs_what_is_known() -> None:
     assert "packaging" in {Requirement(line).name for line in project["dependencies"]}
 
 
+@pytest.mark.parametrize(("package", "found"), [("accelerate", "1.15.1"), ("transformers", "5.10.0")])
+def test_versions_between_the_tested_ones_are_accepted(
+    monkeypatch: pytest.MonkeyPatch, package: str, found: str
+) -> None:
+    versions = {"accelerate": "1.15.0", "transformers": "5.24.0", package: found}
+    monkeypatch.setattr(trainer, "version", versions.__getitem__)
+    with use_with_accelerate():
+        assert is_on()
+
+
 @pytest.mark.parametrize(
-    ("package", "found"),
-    [("accelerate", "1.14.0"), ("accelerate", "1.16.0"), ("transformers", "5.7.9"), ("transformers", "5.25.0rc1")],
+    ("package", "found", "problem"),
+    [
+        ("accelerate", "1.14.0", "is not known"),
+        ("accelerate", "1.16.0", "is not known"),
+        ("transformers", "5.7.9", "is not known"),
+        ("transformers", "5.25.0rc1", "is a prerelease"),
+        ("transformers", "5.10.0rc1", "is a prerelease"),
+    ],
 )
-def test_unknown_versions_are_refused(monkeypatch: pytest.MonkeyPatch, package: str, found: str) -> None:
+def test_unknown_versions_are_refused(monkeypatch: pytest.MonkeyPatch, package: str, found: str, problem: str) -> None:
     versions = {"accelerate": "1.15.0", "transformers": "5.24.0", package: found}
     monkeypatch.setattr(trainer, "version", versions.__getitem__)
     low, high = trainer.KNOWN[package]
-    message = rf"^{package} {found}: use_with_accelerate\(\) .* knows {package} >={low},<{high}\. Install one of these"
+    message = rf"^{package} {found}: {problem}\. .* knows releases of {package} >={low},<{high}\. Install one of these"
     with pytest.raises(ConfigError, match=message):
         use_with_accelerate()
-    assert not is_on(Accelerator)
+    assert not is_on()
 
 
 def test_an_accelerate_without_the_method_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,11 +59,17 @@ def test_a_loop_saved_after_the_block(two_ranks: RankPool, tmp_path: Path, zero_
         torch.testing.assert_close(logits_of(model), first.logits, rtol=0, atol=1e-5)
 
 
-def test_what_cannot_be_gathered_is_refused_on_every_rank(two_ranks: RankPool) -> None:
-    for bare in two_ranks.run(ask_for_weights):
-        assert bare.startswith(
-            f"get_state_dict(MixtralForCausalLM): this rank has one part in 2 of the experts of {LAYERS[0]}"
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_the_bare_model_is_refused_on_every_rank(two_ranks: RankPool, ep_size: int) -> None:
+    for message in two_ranks.run(ask_the_bare_model, ep_size):
+        assert message.startswith(
+            f"get_state_dict(MixtralForCausalLM): the bare model has 1/{ep_size} of the experts of {LAYERS[0]} on this"
         )
+
+
+def test_a_scheduler_in_another_call_is_refused(two_ranks: RankPool) -> None:
+    for message in two_ranks.run(prepare_without_the_scheduler):
+        assert message.startswith("accelerator.prepare: the optimizer has a torch scheduler that is not among")
 
 
 @pytest.mark.parametrize("zero_stage", [1, 3])
@@ -258,15 +264,27 @@ def loop_of_accelerate(zero_stage: int, folder: str) -> Loop:
     return Loop(losses, again, names, logits)
 
 
-def ask_for_weights() -> str:
-    """The error of asking the bare model."""
+def ask_the_bare_model(ep_size: int) -> str:
+    config = ds_config(0)
+    config["expert_parallel"]["autoep_size"] = ep_size
     with ds_hybrid.use_with_accelerate():
-        accelerator = make_accelerator(ds_config(0))
+        accelerator = make_accelerator(config)
         engine = accelerator.prepare(make_model("mixtral"))
-    with pytest.raises(ConfigError) as bare:
+    with pytest.raises(ConfigError) as caught:
         accelerator.get_state_dict(accelerator.unwrap_model(engine))
     engine.destroy()
-    return str(bare.value)
+    return str(caught.value)
+
+
+def prepare_without_the_scheduler() -> str:
+    """It is the script's, and was to be prepared by itself."""
+    model = make_model("mixtral")
+    optimizer, _scheduler = optimizer_and_scheduler(model)
+    with ds_hybrid.use_with_accelerate():
+        accelerator = make_accelerator(ds_config(1))
+        with pytest.raises(ConfigError) as caught:
+            accelerator.prepare(model, optimizer)
+    return str(caught.value)
 
 
 class OwnModule(nn.Module):

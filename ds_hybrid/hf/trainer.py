@@ -170,7 +170,9 @@ def _preparing(
 @contextmanager
 def _sections_hidden(ds_config: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """While open, ours and AutoEP's are not there: Accelerate takes each "auto" for a blank that it must fill."""
-    sections: dict[str, Any] = {name: ds_config.pop(name) for name in ("expert_parallel", "ds_hybrid") if name in ds_config}
+    sections: dict[str, Any] = {
+        name: ds_config.pop(name) for name in ("expert_parallel", "ds_hybrid") if name in ds_config
+    }
     try:
         yield sections
     finally:

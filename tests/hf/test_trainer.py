@@ -23,6 +23,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from packaging.requirements import Requirement
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
+from transformers import Trainer
 
 import ds_hybrid
 from ds_hybrid.engine.parameter_groups import split_optimizer
@@ -39,10 +40,20 @@ SOURCES = {
 }
 
 
+SAVE_MODEL = ("ca8d2be9f60f9878", "705727ee10c8f24f")
+"""``Trainer.save_model`` of transformers 5.8.0 and 5.24.0."""
+
+
 @pytest.mark.parametrize("name", SOURCES)
 def test_accelerates_source_is_the_one_that_was_read(name: str) -> None:
     function, expected = SOURCES[name]
     assert hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16] == expected
+
+
+def test_the_trainers_saving_is_the_one_that_was_read() -> None:
+    """It takes a ValueError for weights that are not gathered, and asks PEFT's models at ZeRO 3 another way."""
+    source = inspect.getsource(Trainer.save_model)
+    assert hashlib.sha256(source.encode()).hexdigest()[:16] in SAVE_MODEL
 
 
 def is_on() -> bool:

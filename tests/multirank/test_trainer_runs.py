@@ -153,6 +153,8 @@ def test_gradient_checkpointing_observed_and_rebalanced(two_ranks: RankPool, tmp
     assert checkpointed.losses == pytest.approx(plain.losses, abs=1e-6)
     assert checkpointed.norms == pytest.approx(plain.norms, rel=1e-5)
     for record, again in zip(steps, steps_again, strict=True):
+        for layer, twice in zip(record.layers, again.layers, strict=True):  # backward runs each forward again
+            assert sum(twice.wire_bytes.values()) > 1.25 * sum(layer.wire_bytes.values()) > 0
         assert [layer.load for layer in record.layers] == [layer.load for layer in again.layers]
 
 

@@ -26,7 +26,7 @@ from torch.utils.data import Dataset
 from transformers import HfArgumentParser, PreTrainedModel, Trainer, TrainingArguments, set_seed
 
 import ds_hybrid
-from ds_hybrid.errors import ConfigError
+from ds_hybrid.errors import HybridError
 from ds_hybrid.hf.callback import LogMoEStats
 
 
@@ -63,7 +63,7 @@ def main() -> int:
     try:
         ds_hybrid.use_with_accelerate()
         train(script, arguments)
-    except ConfigError as error:
+    except HybridError as error:
         if arguments.local_process_index == 0:  # of each host: its packages may be at fault
             print(f"launch/train_hf.py: {error}", file=sys.stderr, flush=True)
         return 2
@@ -71,7 +71,7 @@ def main() -> int:
 
 
 def train(script: ScriptArguments, arguments: TrainingArguments) -> None:
-    """Trains, evaluates and saves. Raises ``ConfigError`` for what a user can put right."""
+    """Trains, evaluates and saves. Raises ``HybridError`` for what a user can put right."""
     set_seed(arguments.seed)
     corpus = read_corpus(script.text)
     model = build_model(model_config(script.model, script.seq_len), arguments.seed)

@@ -5,7 +5,6 @@ PEFT is not imported: its model and its layers are told by what they have.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -16,13 +15,9 @@ from ds_hybrid.moe.layer import MoE
 
 def base_model(model: nn.Module) -> nn.Module:
     """The model that PEFT wrapped, with the adapters in it; any other model itself."""
+    is_wrapped = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
     wrapped: Any = model
-    return wrapped.get_base_model() if has_adapters(model) and hasattr(model, "get_base_model") else model
-
-
-def has_adapters(model: nn.Module) -> bool:
-    """Whether the model is PEFT's, or transformers has put adapters into it."""
-    return bool(getattr(model, "peft_config", None))
+    return wrapped.get_base_model() if is_wrapped else model
 
 
 def refuse_adapted_experts(model: nn.Module, *, converted: str | None) -> None:
@@ -35,21 +30,21 @@ def refuse_adapted_experts(model: nn.Module, *, converted: str | None) -> None:
     Raises:
         ConfigError: the first such module of each layer.
     """
-    problems = []
+    adapted = [name for name, part in model.named_modules() if hasattr(part, "adapter_layer_names")]
+    problems: dict[str, None] = {}
     for name, block in model.named_modules():
         if isinstance(block, MoE) or (converted and isinstance(getattr(block, converted, None), nn.Module)):
-            adapted = next(_adapted_parts(block), None)
-            if adapted is not None:
-                problems.append(f"{name}.{adapted}".rstrip("."))
+            # A whole part above the block too, such as a decoder layer in modules_to_save.
+            found = next((place for place in adapted if _is_in(place, name) or _is_in(name, place)), None)
+            if found is not None:
+                problems[found] = None
     if problems:
         raise ConfigError(
-            f"{problems[0]}: has an adapter (PEFT; {len(problems)} such layers). Experts are shared out over ranks, "
-            "and adapters on them or their router are not. Adapt attention alone: LoraConfig(target_modules="
+            f"{next(iter(problems))}: has an adapter (PEFT; {len(problems)} such layers). Experts are shared out over "
+            "ranks, and adapters on them or their router are not. Adapt attention alone: LoraConfig(target_modules="
             '["q_proj", "k_proj", "v_proj", "o_proj"]); "all-linear" takes the experts too.'
         )
 
 
-def _adapted_parts(block: nn.Module) -> Iterator[str]:
-    for name, part in block.named_modules():
-        if hasattr(part, "adapter_layer_names"):
-            yield name
+def _is_in(name: str, outer: str) -> bool:
+    return not outer or name == outer or name.startswith(f"{outer}.")

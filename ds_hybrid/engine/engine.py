@@ -49,10 +49,11 @@ from ds_hybrid.engine.sequence_parallel import SequenceParallel
 from ds_hybrid.engine.staging import begin, publish, staged_tag
 from ds_hybrid.engine.tensor_parallel import refuse_empty_shards, sum_gradients_of_blocks
 from ds_hybrid.engine.watcher import Watcher
-from ds_hybrid.engine.whole_weights import gather_whole, save_whole_model
+from ds_hybrid.engine.whole_weights import gather_whole, named_blocks, save_whole_model
 from ds_hybrid.errors import CheckpointError, ConfigError, PlacementError
 from ds_hybrid.moe.autoep import HybridAutoEPLayer
 from ds_hybrid.moe.correction_bias import update_correction_biases
+from ds_hybrid.moe.hugging_face_names import HuggingFaceBlock
 from ds_hybrid.moe.kinds import MoELayer
 from ds_hybrid.moe.layer import MoE
 from ds_hybrid.observe.compose import Progress
@@ -94,6 +95,7 @@ class MoEEngine(DeepSpeedEngine):
         self._cut_by_nodes = NodeCutter(cluster)
         self.group_origins = None
         self._observer: Watcher = Watcher()  # also of an engine that cannot be made
+        self._blocks: tuple[HuggingFaceBlock, ...] = ()
         super().__init__(**kwargs)
         if sequence_parallel is not None:
             sequence_parallel.of_engine(self)
@@ -141,6 +143,8 @@ class MoEEngine(DeepSpeedEngine):
         converts = self.expert_parallel_is_on()
         experts_name = (self._config.expert_parallel_config.expert_pattern or "experts") if converts else None
         refuse_adapted_experts(model, converted=experts_name)
+        if converts:
+            self._blocks = named_blocks(model, self.config["expert_parallel"])
         with router_recorders_hidden(model):
             # AutoEP looks for layers by their names in the model that adapters wrap.
             sources = super()._configure_expert_parallel(base_model(model), collect_sources)
@@ -372,7 +376,9 @@ class MoEEngine(DeepSpeedEngine):
         self._observer.pause()
         if not self.moe_layers_by_name():
             return super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
-        return save_whole_model(self, save_dir, save_filename, exclude_frozen_parameters=exclude_frozen_parameters)
+        return save_whole_model(
+            self, self._blocks, save_dir, save_filename, exclude_frozen_parameters=exclude_frozen_parameters
+        )
 
     def whole_state_dict(self, *, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
         """The weights of the whole model on rank 0's CPU, by Hugging Face's names where there are any; {} elsewhere.
@@ -380,13 +386,13 @@ class MoEEngine(DeepSpeedEngine):
         Experts of all ranks are there in logical order. All ranks call it.
         """
         self._observer.pause()
-        return gather_whole(self, exclude_frozen_parameters=exclude_frozen_parameters)
+        return gather_whole(self, self._blocks, exclude_frozen_parameters=exclude_frozen_parameters)
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         self._observer.pause()
         if not self.moe_layers_by_name():
             return super()._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
-        state = gather_whole(self, exclude_frozen_parameters=exclude_frozen_parameters)
+        state = gather_whole(self, self._blocks, exclude_frozen_parameters=exclude_frozen_parameters)
         return state if self.global_rank == 0 else None
 
     def clip_fp32_gradients(self) -> None:

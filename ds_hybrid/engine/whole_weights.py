@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +27,12 @@ from ds_hybrid.moe.layer import MoE
 
 
 def save_whole_model(
-    engine: DeepSpeedEngine, save_dir: str, save_filename: str, *, exclude_frozen_parameters: bool
+    engine: DeepSpeedEngine,
+    blocks: Sequence[HuggingFaceBlock],
+    save_dir: str,
+    save_filename: str,
+    *,
+    exclude_frozen_parameters: bool,
 ) -> bool:
     """What ``MoEEngine.save_16bit_model`` does; its result. All ranks call it."""
     path = Path(save_dir, save_filename)
@@ -39,7 +43,7 @@ def save_whole_model(
             level=logging.WARNING,
         )
         return False
-    state = gather_whole(engine, exclude_frozen_parameters=exclude_frozen_parameters)
+    state = gather_whole(engine, blocks, exclude_frozen_parameters=exclude_frozen_parameters)
     commit = CheckpointCommitInfo(tag=f"global_step{engine.global_steps}", save_dir=save_dir, save_latest=False)
     engine.checkpoint_engine.create(commit)
     if dist.get_rank() == 0:
@@ -52,19 +56,27 @@ def save_whole_model(
     return True
 
 
-def gather_whole(engine: DeepSpeedEngine, *, exclude_frozen_parameters: bool) -> dict[str, Tensor]:
-    """What ``MoEEngine.whole_state_dict`` does; its result. All ranks call it."""
+def gather_whole(
+    engine: DeepSpeedEngine, blocks: Sequence[HuggingFaceBlock], *, exclude_frozen_parameters: bool
+) -> dict[str, Tensor]:
+    """What ``MoEEngine.whole_state_dict`` does; its result. All ranks call it.
+
+    Raises:
+        RuntimeError: for any ValueError, which the Trainer would take for weights that are not to be gathered.
+    """
     if engine._optimizer_has_ckpt_event_prologue():
         engine.optimizer.checkpoint_event_prologue()
-    expert_parallel = (engine.config or {}).get("expert_parallel") or {}
-    state = whole_weights(engine.module, expert_parallel, exclude_frozen_parameters=exclude_frozen_parameters)
+    try:
+        state = whole_weights(engine.module, blocks, exclude_frozen_parameters=exclude_frozen_parameters)
+    except ValueError as error:
+        raise RuntimeError(str(error)) from error
     if engine._optimizer_has_ckpt_event_epilogue():
         engine.optimizer.checkpoint_event_epilogue()
     return state
 
 
 def whole_weights(
-    model: nn.Module, expert_parallel: Mapping[str, Any], *, exclude_frozen_parameters: bool = False
+    model: nn.Module, blocks: Sequence[HuggingFaceBlock], *, exclude_frozen_parameters: bool = False
 ) -> dict[str, Tensor]:
     """The state dict of the whole model; empty on all ranks but the first. All ranks call it.
 
@@ -73,29 +85,31 @@ def whole_weights(
 
     Args:
         model: the engine's module.
-        expert_parallel: that section of the ds_config.
+        blocks: what :func:`named_blocks` found in it.
         exclude_frozen_parameters: leave them out; the experts of a layer only when none of their weights trains.
     """
-    is_converted = any(isinstance(module, HybridAutoEPLayer) for module in model.modules())
-    has_names = is_converted and hasattr(getattr(model, "config", None), "model_type")
-    blocks = _blocks(model, expert_parallel) if has_names else []  # on all ranks: what it raises, they raise alike
     state = dict(_walk(model, "", _experts_of_layers(model), not exclude_frozen_parameters))
     if dist.get_rank() != 0:
         return {}
     _tie(state, model)
-    return to_hugging_face(state, blocks) if has_names else state
+    return to_hugging_face(state, blocks)
 
 
-def _blocks(model: nn.Module, expert_parallel: Mapping[str, Any]) -> list[HuggingFaceBlock]:
-    """The blocks that were converted, by their names below ``model``, which may be one of PEFT's."""
+def named_blocks(model: nn.Module, expert_parallel: Mapping[str, Any]) -> tuple[HuggingFaceBlock, ...]:
+    """The blocks that AutoEP will convert, by their names in ``model``; none where the model is not Hugging Face's.
+
+    Args:
+        model: not converted yet; it may be one of PEFT's.
+        expert_parallel: that section of the ds_config.
+    """
     base: Any = base_model(model)
+    if not hasattr(getattr(base, "config", None), "model_type"):
+        return ()
     prefix = next(f"{name}." if name else "" for name, module in model.named_modules() if module is base)
-    with torch.device("meta"):
-        unconverted = type(base)(copy.deepcopy(base.config))
-    return [
+    return tuple(
         replace(block, spec=replace(block.spec, moe_module_name=f"{prefix}{block.spec.moe_module_name}"))
-        for block in hugging_face_blocks(unconverted, expert_parallel)
-    ]
+        for block in hugging_face_blocks(base, expert_parallel)
+    )
 
 
 def _save_safetensors(state: Mapping[str, Tensor], path: Path) -> None:

@@ -27,6 +27,7 @@ def save_pretrained(saved: SavedModel, config: Path, out: Path, *, dtype: torch.
         CheckpointError: transformers does not know the model, or it asks for other tensors than the checkpoint has.
     """
     model = _empty_model(config).to(dtype)
+    _refuse_adapters(saved)
     is_converted = any(layer.is_converted for layer in saved.layers)
     blocks = hugging_face_blocks(model, saved.ds_config["expert_parallel"]) if is_converted else ()
     state = to_hugging_face(saved.state_dict(dtype), blocks)
@@ -95,6 +96,16 @@ def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _is_one_of(name: str, parts: Sequence[str]) -> bool:
     return any(part in name for part in parts)
+
+
+def _refuse_adapters(saved: SavedModel) -> None:
+    adapter = next((name for name in saved.names if name.startswith("base_model.")), None)
+    if adapter is not None:
+        raise CheckpointError(
+            f"{saved.files.folder}: holds adapters of PEFT around the model ({adapter}), which export does not merge. "
+            "They are in adapter_model.safetensors, beside the Trainer's checkpoint: PeftModel.from_pretrained reads "
+            "them onto the model that was trained."
+        )
 
 
 def _check_names(model: Any, state: dict[str, Tensor], saved: SavedModel) -> None:

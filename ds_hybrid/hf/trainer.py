@@ -15,8 +15,10 @@ from types import MappingProxyType, TracebackType
 from typing import Any
 
 import deepspeed
+from deepspeed.runtime.engine import DeepSpeedEngine
 from packaging.version import Version
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ds_hybrid.engine.engine import MoEEngine
@@ -24,6 +26,7 @@ from ds_hybrid.engine.expert_layout import expert_group_sizes
 from ds_hybrid.engine.initialize import initialize
 from ds_hybrid.engine.parameter_groups import follow_split
 from ds_hybrid.errors import ConfigError
+from ds_hybrid.moe.autoep import HybridAutoEPLayer
 from ds_hybrid.moe.kinds import MoELayer
 
 KNOWN = MappingProxyType({"accelerate": ("1.15.0", "1.16"), "transformers": ("5.8.0", "5.25")})
@@ -94,12 +97,6 @@ def use_with_accelerate() -> AccelerateSwitch:
     return AccelerateSwitch(Accelerator)
 
 
-def is_on(accelerator_class: type) -> bool:
-    """Whether ``Accelerator`` is switched to ds_hybrid."""
-    replaced = _replacement_in(accelerator_class)
-    return replaced is not None and bool(replaced.switches)
-
-
 def engine_of(source: Any) -> MoEEngine:
     """The engine of a Trainer or an Accelerator. A callback gets the bare model, so give it the trainer.
 
@@ -128,11 +125,16 @@ def _check_version(package: str, low: str, high: str) -> Iterator[str]:
         if package == "accelerate":
             yield f"accelerate: not installed. Install accelerate {_range(low, high)}: pip install 'ds_hybrid[hf]'."
         return
-    if Version(found).is_prerelease or not Version(low) <= Version(found) < Version(high):
-        yield (
-            f"{package} {found}: use_with_accelerate() replaces methods of Accelerate and knows {package} "
-            f"{_range(low, high)}. Install one of these, or call ds_hybrid.initialize in a loop of your own."
-        )
+    if Version(found).is_prerelease:
+        problem = "is a prerelease"
+    elif not Version(low) <= Version(found) < Version(high):
+        problem = "is not known"
+    else:
+        return
+    yield (
+        f"{package} {found}: {problem}. use_with_accelerate() replaces methods of Accelerate and knows releases of "
+        f"{package} {_range(low, high)}. Install one of these, or call ds_hybrid.initialize in a loop of your own."
+    )
 
 
 def _range(low: str, high: str) -> str:
@@ -155,42 +157,75 @@ def _preparing(
         for model in args:
             if isinstance(model, nn.Module):
                 _check_accelerator(self, model, ds_config)
-        with _section_hidden(ds_config) as section, _initialize_replaced(ds_config, section):
+        with _sections_hidden(ds_config) as sections, _initialize_replaced(ds_config, sections):
             prepared = original(self, *args)
         for engine in prepared:
-            if isinstance(engine, MoEEngine):
-                _lead_schedulers(args, engine)
-                self.get_state_dict = _gathering(self.get_state_dict)
+            if isinstance(engine, DeepSpeedEngine) and not any(engine is arg for arg in args):
+                _adopt(self, args, engine)
         return prepared
 
     return prepare_deepspeed
 
 
 @contextmanager
-def _section_hidden(ds_config: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """While open, our section is not there: Accelerate takes each "auto" in it for a blank that it must fill."""
-    section = {"ds_hybrid": ds_config.pop("ds_hybrid")} if "ds_hybrid" in ds_config else {}
+def _sections_hidden(ds_config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """While open, ours and AutoEP's are not there: Accelerate takes each "auto" for a blank that it must fill."""
+    sections: dict[str, Any] = {
+        name: ds_config.pop(name) for name in ("expert_parallel", "ds_hybrid") if name in ds_config
+    }
     try:
-        yield section
+        yield sections
     finally:
-        ds_config |= section
+        ds_config |= sections
 
 
 @contextmanager
-def _initialize_replaced(ds_config: dict[str, Any], section: dict[str, Any]) -> Iterator[None]:
-    """While open, ``deepspeed.initialize`` with Accelerate's ds_config is ``ds_hybrid.initialize`` with our section."""
+def _initialize_replaced(ds_config: dict[str, Any], sections: dict[str, Any]) -> Iterator[None]:
+    """While open, ``deepspeed.initialize`` with Accelerate's ds_config is ``ds_hybrid.initialize`` with all of it."""
     original = deepspeed.initialize
 
-    def initialize_with_section(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    def initialize_with_sections(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         if kwargs.get("config_params") is not ds_config:
             return original(*args, **kwargs)
-        return initialize(*args, **{**kwargs, "config_params": {**ds_config, **section}})
+        return initialize(*args, **{**kwargs, "config_params": {**ds_config, **sections}})
 
-    deepspeed.initialize = initialize_with_section
+    deepspeed.initialize = initialize_with_sections
     try:
         yield
     finally:
         deepspeed.initialize = original
+
+
+def _adopt(accelerator: Any, args: Sequence[Any], engine: DeepSpeedEngine) -> None:
+    """Bind an engine that was just built to its Accelerator and schedulers; one that will not do is destroyed."""
+    problem = None
+    if not isinstance(engine, MoEEngine):
+        problem = (
+            f"accelerate {version('accelerate')}: its engine is DeepSpeed's own, built without deepspeed.initialize or "
+            "with a ds_config other than the Accelerator's. Install accelerate "
+            f"{_range(*KNOWN['accelerate'])}, and leave out what else replaces {_PREPARE} or deepspeed.initialize."
+        )
+    elif engine.group_origins is not None and _has_lost_scheduler(args, engine.group_origins):
+        problem = (
+            "accelerator.prepare: the optimizer has a torch scheduler that is not among the arguments, and the engine "
+            "has split its groups. Pass both in one call, "
+            "prepare(model, optimizer, scheduler), or make the scheduler afterwards, of the optimizer that it returns."
+        )
+    if problem is not None:
+        engine.destroy()
+        raise ConfigError(problem)
+    _lead_schedulers(args, engine)
+    accelerator.get_state_dict = _gathering(accelerator.get_state_dict)
+
+
+def _has_lost_scheduler(args: Sequence[Any], origins: Sequence[int]) -> bool:
+    """Whether a scheduler drives a prepared optimizer's groups and will not hear that they were split."""
+    return list(origins) != list(range(len(origins))) and any(
+        hasattr(optimizer.step, "_wrapped_by_lr_sched")  # torch's mark
+        and not any(getattr(arg, "optimizer", None) is optimizer for arg in args)
+        for optimizer in args
+        if isinstance(optimizer, Optimizer)
+    )
 
 
 def _check_accelerator(accelerator: Any, model: nn.Module, ds_config: Mapping[str, Any]) -> None:
@@ -235,18 +270,16 @@ def _gathering(original: Callable[..., Any]) -> Callable[..., Any]:
                 "zero_optimization.stage3_gather_16bit_weights_on_model_save = false: the weights are not gathered. "
                 "Set it to true, or save a checkpoint and run `ds_hybrid export` on it."
             )
-        try:
-            return model.whole_state_dict()
-        except ValueError as error:
-            raise RuntimeError(str(error)) from error  # which Trainer does not take for that sign
+        return model.whole_state_dict()
 
     return get_state_dict
 
 
 def _refuse_a_part(model: nn.Module) -> None:
     for layer in model.modules():
-        if isinstance(layer, MoELayer) and layer.ep_size > 1:
+        if isinstance(layer, HybridAutoEPLayer) or (isinstance(layer, MoELayer) and layer.ep_size > 1):
             raise ConfigError(
-                f"get_state_dict({type(model).__name__}): this rank has one part in {layer.ep_size} of the experts of "
-                f"{layer.layer_name}. Give it what accelerator.prepare returned for the model, on every rank."
+                f"get_state_dict({type(model).__name__}): the bare model has 1/{layer.ep_size} of the experts of "
+                f"{layer.layer_name} on this rank, and converted layers by AutoEP's names. Give it what "
+                "accelerator.prepare returned for the model, on every rank."
             )

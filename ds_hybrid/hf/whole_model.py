@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,11 @@ class SavedModel:
         self.ds_config: Mapping[str, Any] = self._state["ds_config"]
         self.layers = saved_layers(files, self._state, self._record)
         files.check_ranks(self._state["dp_world_size"], self._state["mp_world_size"])
+
+    @property
+    def names(self) -> Iterable[str]:
+        """What is not an expert's, by the names of the module that was trained."""
+        return self._state["module"].keys()
 
     def state_dict(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
         """See :func:`whole_state_dict`."""

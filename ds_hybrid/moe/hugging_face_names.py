@@ -38,7 +38,7 @@ def hugging_face_blocks(model: nn.Module, expert_parallel: Mapping[str, Any]) ->
     """The blocks that AutoEP converts.
 
     Args:
-        model: unconverted; on the meta device if you like.
+        model: unconverted; on the meta device or under zero.Init if you like.
         expert_parallel: that section of the ds_config.
     """
     specs = AutoEP(model, parse_autoep_config(dict(expert_parallel))).ep_parser()
@@ -70,7 +70,8 @@ def _block(model: nn.Module, spec: MoELayerSpec) -> HuggingFaceBlock:
     if spec.expert_w3_name is not None:
         return HuggingFaceBlock(spec)
     w1, w2 = getattr(experts, spec.expert_w1_name), getattr(experts, spec.expert_w2_name)
-    layout = classify_fused_gate_up_layout(tuple(w1.shape), tuple(w2.shape))
+    # With zero.Init the experts are parted over the ranks, and have their shapes in ds_shape.
+    layout = classify_fused_gate_up_layout(*(tuple(getattr(w, "ds_shape", w.shape)) for w in (w1, w2)))
     assert layout is not None  # else the parser had refused the block
     return HuggingFaceBlock(spec, transposed=layout.needs_transpose)
 

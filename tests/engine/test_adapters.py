@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from peft import LoraConfig, get_peft_model
 
-from ds_hybrid.engine.adapters import base_model, has_adapters, refuse_adapted_experts
+from ds_hybrid.engine.adapters import base_model, refuse_adapted_experts
 from ds_hybrid.errors import ConfigError
 from tests.multirank.models import make_model
 
@@ -19,10 +19,8 @@ def adapted(model_type: str, **options: Any) -> Any:
 def test_the_base_of_a_model() -> None:
     plain = make_model("mixtral")
     assert base_model(plain) is plain
-    assert not has_adapters(plain)
     model = get_peft_model(plain, LoraConfig(r=2, target_modules=["q_proj"]))  # type: ignore[arg-type]
     assert base_model(model) is plain
-    assert has_adapters(model)
 
 
 @pytest.mark.parametrize(
@@ -43,6 +41,14 @@ def test_adapters_that_the_conversion_would_lose(model_type: str, targets: Any, 
     refuse_adapted_experts(model, converted=None)  # every rank has all experts then
 
 
+def test_a_whole_layer_in_modules_to_save() -> None:
+    """PEFT copies it, and the copy's experts would be whole on every rank."""
+    model = adapted("mixtral", target_modules=["q_proj"], modules_to_save=["layers.0"])
+    message = r"^base_model\.model\.model\.layers\.0: has an adapter \(PEFT; 1 such layers\)"
+    with pytest.raises(ConfigError, match=message):
+        refuse_adapted_experts(model, converted="experts")
+
+
 def test_experts_by_another_name() -> None:
     """As ``expert_parallel.expert_pattern`` names them."""
     model: Any = make_model("mixtral")
@@ -56,4 +62,5 @@ def test_experts_by_another_name() -> None:
 
 
 def test_adapters_elsewhere_are_fine() -> None:
-    refuse_adapted_experts(adapted("mixtral", target_modules=["q_proj", "o_proj", "lm_head"]), converted="experts")
+    model = adapted("mixtral", target_modules=["q_proj", "o_proj", "lm_head"], modules_to_save=["embed_tokens", "norm"])
+    refuse_adapted_experts(model, converted="experts")

@@ -133,6 +133,12 @@ SOURCES = {
     "FP16_UnfusedOptimizer.state_dict": (FP16_UnfusedOptimizer.state_dict, "ed4f86b1e3fe0882"),
     "FP16_Optimizer.state_dict": (FP16_Optimizer.state_dict, "522d99d9d150261b"),
     "DeepSpeedEngine.save_16bit_model": (DeepSpeedEngine.save_16bit_model, "a9fbf0f2e4b5229c"),
+    # Overridden by MoEEngine for all experts, and to close its files.
+    "DeepSpeedEngine._zero3_consolidated_16bit_state_dict": (
+        DeepSpeedEngine._zero3_consolidated_16bit_state_dict,
+        "4d7c0d9c1571eb8c",
+    ),
+    "DeepSpeedEngine.destroy": (DeepSpeedEngine.destroy, "573c7fc859fc0473"),
     # Undone by moe/hugging_face_names.py.
     "repack_expert_weights": (repack_expert_weights, "ad27a0887e6a0e3d"),
     "_repack_fused_3d": (_repack_fused_3d, "4551347586a01bdd"),

@@ -126,3 +126,14 @@ def test_a_checkpoint_of_another_model(tmp_path: Path, config: Path) -> None:
     ]:
         with pytest.raises(CheckpointError, match=message):
             export(tmp_path / "run", tmp_path / "out", config=folder)
+
+
+def test_a_checkpoint_with_adapters_is_told_as_one(tmp_path: Path, config: Path) -> None:
+    write_checkpoint(tmp_path / "run", is_converted=False)
+    path = tmp_path / "run" / "step1" / "mp_rank_00_model_states.pt"
+    content = torch.load(path)
+    content["module"] = {f"base_model.model.{name}": value for name, value in content["module"].items()}
+    torch.save(content, path)
+    with pytest.raises(CheckpointError, match=r"step1: holds adapters of PEFT around the model \(base_model\.model\."):
+        export(tmp_path / "run", tmp_path / "out", config=config)
+    assert not (tmp_path / "out").exists()

@@ -19,15 +19,17 @@ import torch
 from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.utils.dataclasses import FP8BackendType
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
+from deepspeed.runtime.engine import DeepSpeedEngine
 from packaging.requirements import Requirement
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
+from transformers import Trainer
 
 import ds_hybrid
 from ds_hybrid.engine.parameter_groups import split_optimizer
 from ds_hybrid.errors import ConfigError
 from ds_hybrid.hf import trainer
-from ds_hybrid.hf.trainer import engine_of, is_on, use_with_accelerate
+from ds_hybrid.hf.trainer import engine_of, use_with_accelerate
 
 SOURCES = {
     # The first calls deepspeed.initialize, looked up when it runs, and puts the engine in its result.
@@ -38,10 +40,28 @@ SOURCES = {
 }
 
 
+SAVE_MODEL = ("ca8d2be9f60f9878", "705727ee10c8f24f")
+"""``Trainer.save_model`` of transformers 5.8.0 and 5.24.0."""
+
+
 @pytest.mark.parametrize("name", SOURCES)
 def test_accelerates_source_is_the_one_that_was_read(name: str) -> None:
     function, expected = SOURCES[name]
     assert hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16] == expected
+
+
+def test_the_trainers_saving_is_the_one_that_was_read() -> None:
+    """It takes a ValueError for weights that are not gathered, and asks PEFT's models at ZeRO 3 another way."""
+    source = inspect.getsource(Trainer.save_model)
+    assert hashlib.sha256(source.encode()).hexdigest()[:16] in SAVE_MODEL
+
+
+def is_on() -> bool:
+    replaced = trainer._replacement_in(Accelerator)
+    return replaced is not None and bool(replaced.switches)
+
+
+HIDDEN = {"expert_parallel", "ds_hybrid"}
 
 
 def methods() -> list[Callable[..., Any]]:
@@ -51,13 +71,13 @@ def methods() -> list[Callable[..., Any]]:
 def test_on_and_off() -> None:
     before = methods()
     switch = ds_hybrid.use_with_accelerate()
-    assert is_on(Accelerator)
+    assert is_on()
     assert [now is then for now, then in zip(methods(), before, strict=True)] == [False, True, True]
     switch.off()
     assert methods() == before
     switch.off()
     assert methods() == before
-    assert not is_on(Accelerator)
+    assert not is_on()
 
 
 def test_a_block_ends_it_whatever_happens() -> None:
@@ -82,7 +102,7 @@ def test_a_block_stays_on_when_an_outer_switch_goes_off() -> None:
     outer = use_with_accelerate()
     with use_with_accelerate():
         outer.off()
-        assert is_on(Accelerator)
+        assert is_on()
         assert methods() != before
     assert methods() == before
 
@@ -93,7 +113,7 @@ class Unprepared:
     def __init__(self, *, even_batches: bool = True, fp8_backend: FP8BackendType = FP8BackendType.NO) -> None:
         config = {
             "zero_optimization": {"stage": 1},
-            "expert_parallel": {"enabled": True, "autoep_size": 2},
+            "expert_parallel": {"enabled": True, "autoep_size": 2, "score_apply": "auto"},
             "ds_hybrid": {"dispatch": {"mode": "auto"}},
         }
         self.deepspeed_plugin = DeepSpeedPlugin(hf_ds_config=config)
@@ -123,10 +143,10 @@ def test_who_replaced_the_method_later_keeps_it(monkeypatch: pytest.MonkeyPatch,
     Accelerator._prepare_deepspeed(Unprepared())
     switch.off()
     assert Accelerator._prepare_deepspeed is foreign
-    assert not is_on(Accelerator)
+    assert not is_on()
     Accelerator._prepare_deepspeed(Unprepared())
     with use_with_accelerate():
-        assert is_on(Accelerator)
+        assert is_on()
         Accelerator._prepare_deepspeed(Unprepared())
     Accelerator._prepare_deepspeed(Unprepared())
     assert sections == [False, True, False, True]
@@ -160,6 +180,42 @@ def test_what_cannot_be_is_refused_before_anything_is_built(
     assert built == [("a dataloader",)]
 
 
+class Foreign(DeepSpeedEngine):
+    """An engine as DeepSpeed's ``initialize`` makes it, as far as it is looked at."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        nn.Module.__init__(self)
+        self.is_destroyed = False
+
+    def destroy(self) -> None:
+        self.is_destroyed = True
+
+
+def test_an_engine_of_deepspeeds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when Accelerate passes a copy of its ds_config. One that was there before is not looked at."""
+    built: list[Foreign] = []
+
+    def initialize(**kwargs: Any) -> tuple[Any, ...]:
+        built.append(Foreign(**kwargs))
+        return built[-1], None, None, None
+
+    def prepare(self: Any, *args: Any) -> tuple[Any, ...]:
+        if isinstance(args[0], DeepSpeedEngine):
+            return args
+        return deepspeed.initialize(model=args[0], config_params=dict(self.deepspeed_plugin.deepspeed_config))
+
+    monkeypatch.setattr(Accelerator, "_prepare_deepspeed", prepare)
+    monkeypatch.setattr(deepspeed, "initialize", initialize)
+    with use_with_accelerate():
+        message = rf"^accelerate {accelerate.__version__}: its engine is DeepSpeed's own, built without"
+        with pytest.raises(ConfigError, match=message):
+            Accelerator._prepare_deepspeed(Unprepared(), nn.Linear(2, 2))
+        assert [engine.is_destroyed for engine in built] == [True]
+        before = Foreign()
+        assert Accelerator._prepare_deepspeed(Unprepared(), before) == (before,)
+        assert not before.is_destroyed
+
+
 def test_others_who_build_meanwhile_reach_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
     reached: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
 
@@ -184,7 +240,7 @@ def test_others_who_build_meanwhile_reach_deepspeed(monkeypatch: pytest.MonkeyPa
     ds_config = unprepared.deepspeed_plugin.deepspeed_config
     with use_with_accelerate():
         Accelerator._prepare_deepspeed(unprepared)
-    without = {key: value for key, value in ds_config.items() if key != "ds_hybrid"}
+    without = {key: value for key, value in ds_config.items() if key not in HIDDEN}
     assert reached == [
         ("deepspeed", (None, "theirs"), {"config": {"train_batch_size": 1}}),
         ("deepspeed", (), {"config_params": without}),
@@ -193,7 +249,7 @@ def test_others_who_build_meanwhile_reach_deepspeed(monkeypatch: pytest.MonkeyPa
 
 
 def test_everything_comes_back_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Accelerate does not see our section meanwhile: it would fill each "auto"."""
+    """Accelerate does not see our sections meanwhile: it would fill each "auto"."""
     seen = []
 
     def prepare(self: Any, *args: Any) -> tuple[Any, ...]:
@@ -206,9 +262,9 @@ def test_everything_comes_back_after_a_failure(monkeypatch: pytest.MonkeyPatch) 
     before = copy.deepcopy(unprepared.deepspeed_plugin.deepspeed_config)
     with use_with_accelerate(), pytest.raises(RuntimeError, match="no engine"):
         Accelerator._prepare_deepspeed(unprepared)
-    assert seen == [{key: value for key, value in before.items() if key != "ds_hybrid"}, False]
+    assert seen == [{key: value for key, value in before.items() if key not in HIDDEN}, False]
     assert unprepared.deepspeed_plugin.deepspeed_config == before
-    assert "ds_hybrid" in before
+    assert before.keys() >= HIDDEN
     assert deepspeed.initialize is original
 
 
@@ -226,6 +282,19 @@ def test_the_scripts_scheduler_drives_the_optimizer_that_accelerate_puts_in_plac
     assert [group["lr"] for group in in_place.param_groups] == [0.5, 0.5]
 
 
+@pytest.mark.parametrize(
+    ("origins", "with_scheduler", "is_lost"),
+    [([0, 0], False, True), ([0, 0], True, False), ([0], False, False)],
+    ids=["split", "passed along", "whole"],
+)
+def test_a_scheduler_that_was_not_passed_along(origins: list[int], with_scheduler: bool, is_lost: bool) -> None:
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(2))])
+    assert not trainer._has_lost_scheduler((optimizer,), origins)  # none yet: it will be made of the split groups
+    scheduler = LambdaLR(optimizer, lambda step: 1.0)
+    args = (optimizer, scheduler) if with_scheduler else (optimizer,)
+    assert trainer._has_lost_scheduler(args, origins) == is_lost
+
+
 def test_the_extra_installs_what_is_known() -> None:
     """As the message without accelerate says."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
@@ -239,18 +308,34 @@ def test_the_extra_installs_what_is_known() -> None:
     assert "packaging" in {Requirement(line).name for line in project["dependencies"]}
 
 
+@pytest.mark.parametrize(("package", "found"), [("accelerate", "1.15.1"), ("transformers", "5.10.0")])
+def test_versions_between_the_tested_ones_are_accepted(
+    monkeypatch: pytest.MonkeyPatch, package: str, found: str
+) -> None:
+    versions = {"accelerate": "1.15.0", "transformers": "5.24.0", package: found}
+    monkeypatch.setattr(trainer, "version", versions.__getitem__)
+    with use_with_accelerate():
+        assert is_on()
+
+
 @pytest.mark.parametrize(
-    ("package", "found"),
-    [("accelerate", "1.14.0"), ("accelerate", "1.16.0"), ("transformers", "5.7.9"), ("transformers", "5.25.0rc1")],
+    ("package", "found", "problem"),
+    [
+        ("accelerate", "1.14.0", "is not known"),
+        ("accelerate", "1.16.0", "is not known"),
+        ("transformers", "5.7.9", "is not known"),
+        ("transformers", "5.25.0rc1", "is a prerelease"),
+        ("transformers", "5.10.0rc1", "is a prerelease"),
+    ],
 )
-def test_unknown_versions_are_refused(monkeypatch: pytest.MonkeyPatch, package: str, found: str) -> None:
+def test_unknown_versions_are_refused(monkeypatch: pytest.MonkeyPatch, package: str, found: str, problem: str) -> None:
     versions = {"accelerate": "1.15.0", "transformers": "5.24.0", package: found}
     monkeypatch.setattr(trainer, "version", versions.__getitem__)
     low, high = trainer.KNOWN[package]
-    message = rf"^{package} {found}: use_with_accelerate\(\) .* knows {package} >={low},<{high}\. Install one of these"
+    message = rf"^{package} {found}: {problem}\. .* knows releases of {package} >={low},<{high}\. Install one of these"
     with pytest.raises(ConfigError, match=message):
         use_with_accelerate()
-    assert not is_on(Accelerator)
+    assert not is_on()
 
 
 def test_an_accelerate_without_the_method_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import train_hf
 from transformers import HfArgumentParser
 
 import ds_hybrid
-from ds_hybrid.errors import ConfigError
+from ds_hybrid.errors import CheckpointError, ConfigError
 
 
 @pytest.mark.parametrize(("local_rank", "lines"), [(0, 1), (1, 0)])
@@ -25,3 +25,18 @@ def test_one_rank_of_each_host_tells(
     monkeypatch.setattr(ds_hybrid, "use_with_accelerate", refuse, raising=False)
     assert train_hf.main() == 2
     assert capsys.readouterr().err == "launch/train_hf.py: accelerate 9.9: not this one.\n" * lines
+
+
+def test_a_refused_checkpoint_is_one_message_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = SimpleNamespace(local_process_index=0)
+
+    def refuse(*_: object) -> None:
+        raise CheckpointError("runs/hf/checkpoint-4: of other ranks.")
+
+    monkeypatch.setattr(HfArgumentParser, "parse_args_into_dataclasses", lambda self: (None, arguments))
+    monkeypatch.setattr(ds_hybrid, "use_with_accelerate", lambda: None)
+    monkeypatch.setattr(train_hf, "train", refuse)
+    assert train_hf.main() == 2
+    assert capsys.readouterr().err == "launch/train_hf.py: runs/hf/checkpoint-4: of other ranks.\n"

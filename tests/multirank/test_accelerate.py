@@ -13,8 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import MixtralConfig, MixtralForCausalLM
 
 import ds_hybrid
+from ds_hybrid.engine import whole_weights
 from ds_hybrid.engine.engine import MoEEngine
 from ds_hybrid.errors import ConfigError
 from ds_hybrid.hf.trainer import engine_of
@@ -57,13 +59,34 @@ def test_a_loop_saved_after_the_block(two_ranks: RankPool, tmp_path: Path, zero_
         torch.testing.assert_close(logits_of(model), first.logits, rtol=0, atol=1e-5)
 
 
-def test_what_cannot_be_gathered_is_refused_on_every_rank(two_ranks: RankPool) -> None:
-    for bare, unnamed in two_ranks.run(ask_for_weights):
-        assert bare.startswith(
-            f"get_state_dict(MixtralForCausalLM): this rank has one part in 2 of the experts of {LAYERS[0]}"
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_the_bare_model_is_refused_on_every_rank(two_ranks: RankPool, ep_size: int) -> None:
+    for message in two_ranks.run(ask_the_bare_model, ep_size):
+        assert message.startswith(
+            f"get_state_dict(MixtralForCausalLM): the bare model has 1/{ep_size} of the experts of {LAYERS[0]} on this"
         )
-        assert unnamed.startswith("RuntimeError: ")
-        assert "no_such_preset" in unnamed
+
+
+def test_a_scheduler_in_another_call_is_refused(two_ranks: RankPool) -> None:
+    for message in two_ranks.run(prepare_without_the_scheduler):
+        assert message.startswith("accelerator.prepare: the optimizer has a torch scheduler that is not among")
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+@pytest.mark.parametrize("kind", ["module", "subclass"])
+def test_models_of_ones_own_class_have_their_names_again(two_ranks: RankPool, kind: str, zero_stage: int) -> None:
+    """They cannot be made anew from their config, which is all that saving had to go by."""
+    expected = make_own(kind).state_dict()
+    first, second = two_ranks.run(weights_of_own, kind, zero_stage)
+    assert second == {}
+    assert first.keys() == expected.keys()
+    assert all(torch.equal(first[name], value) for name, value in expected.items())
+
+
+def test_a_fault_in_gathering_is_no_value_error(two_ranks: RankPool) -> None:
+    """The Trainer takes that for weights that are not gathered at ZeRO 3; it asks in two ways."""
+    for faults in two_ranks.run(gather_with_a_fault):
+        assert faults == ["RuntimeError: no such layer"] * 2
 
 
 def test_adapters_with_new_tokens_and_a_second_adapter(two_ranks: RankPool, tmp_path: Path) -> None:
@@ -241,21 +264,86 @@ def loop_of_accelerate(zero_stage: int, folder: str) -> Loop:
     return Loop(losses, again, names, logits)
 
 
-def ask_for_weights() -> tuple[str, str]:
-    """The errors of asking the bare model, and of a model whose names AutoEP's parser does not find."""
+def ask_the_bare_model(ep_size: int) -> str:
+    config = ds_config(0)
+    config["expert_parallel"]["autoep_size"] = ep_size
+    with ds_hybrid.use_with_accelerate():
+        accelerator = make_accelerator(config)
+        engine = accelerator.prepare(make_model("mixtral"))
+    with pytest.raises(ConfigError) as caught:
+        accelerator.get_state_dict(accelerator.unwrap_model(engine))
+    engine.destroy()
+    return str(caught.value)
+
+
+def prepare_without_the_scheduler() -> str:
+    """It is the script's, and was to be prepared by itself."""
+    model = make_model("mixtral")
+    optimizer, _scheduler = optimizer_and_scheduler(model)
+    with ds_hybrid.use_with_accelerate():
+        accelerator = make_accelerator(ds_config(1))
+        with pytest.raises(ConfigError) as caught:
+            accelerator.prepare(model, optimizer)
+    return str(caught.value)
+
+
+class OwnModule(nn.Module):
+    """A Hugging Face model's body under a head of one's own."""
+
+    def __init__(self, body: Any) -> None:
+        super().__init__()
+        self.config = body.config
+        self.model = body.model
+        self.head = body.lm_head
+
+
+class OwnSubclass(MixtralForCausalLM):
+    def __init__(self, config: MixtralConfig, tokenizer: str) -> None:
+        super().__init__(config)
+        self.tokenizer = tokenizer
+
+
+def make_own(kind: str) -> nn.Module:
+    model: Any = make_model("mixtral")
+    if kind == "module":
+        return OwnModule(model)
+    own = OwnSubclass(model.config, "of bytes")
+    own.load_state_dict(model.state_dict())
+    return own
+
+
+def weights_of_own(kind: str, zero_stage: int) -> dict[str, Tensor]:
+    from accelerate.utils import DummyOptim
+
+    optimizer_section = {"type": "AdamW", "params": {"torch_adam": True, "lr": 0.01}}
+    forget_accelerate()  # a previous run's ZeRO 3 would part the model's weights
+    model = make_own(kind)
+    with ds_hybrid.use_with_accelerate():
+        accelerator = make_accelerator(ds_config(zero_stage, optimizer=optimizer_section))
+        engine, _ = accelerator.prepare(model, DummyOptim(list(model.parameters())))
+    assert len(engine.moe_layers_by_name()) == 2
+    weights: dict[str, Tensor] = accelerator.get_state_dict(engine)
+    engine.destroy()
+    return weights
+
+
+def gather_with_a_fault() -> list[str]:
+    def fail(model: nn.Module) -> None:
+        raise ValueError("no such layer")
+
     with ds_hybrid.use_with_accelerate():
         accelerator = make_accelerator(ds_config(0))
         engine = accelerator.prepare(make_model("mixtral"))
-    with pytest.raises(ConfigError) as bare:
-        accelerator.get_state_dict(accelerator.unwrap_model(engine))
-    engine.config["expert_parallel"]["preset_model"] = "no_such_preset"
-    unnamed = ""
-    try:
-        accelerator.get_state_dict(engine)
-    except (RuntimeError, ValueError) as error:  # not pytest.raises: the ranks must not part here
-        unnamed = f"{type(error).__name__}: {error}"
+    faults = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(whole_weights, "_experts_of_layers", fail)
+        for ask in (lambda: accelerator.get_state_dict(engine), engine._zero3_consolidated_16bit_state_dict):
+            try:
+                ask()
+            except (RuntimeError, ValueError) as error:
+                faults.append(f"{type(error).__name__}: {error}")
     engine.destroy()
-    return str(bare.value), unnamed
+    return faults
 
 
 @dataclass(frozen=True)

@@ -104,10 +104,19 @@ def test_evaluation_is_that_of_one_process(two_ranks: RankPool, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "at_steps"), [({}, [1, 2, 3, 4]), ({"logging_strategy": "epoch"}, [4])], ids=["steps", "epoch"]
+    ("arguments", "at_steps"),
+    [
+        ({}, [1, 2, 3, 4]),
+        ({"logging_strategy": "epoch"}, [4]),
+        ({"eval_strategy": "steps", "eval_steps": 2}, [1, 2, 3, 4]),
+    ],
+    ids=["steps", "epoch", "evaluating"],
 )
 def test_layers_are_logged(two_ranks: RankPool, tmp_path: Path, arguments: dict[str, Any], at_steps: list[int]) -> None:
-    """Beside a script that reads ``engine.moe_stats()`` itself: neither takes from the other."""
+    """Beside a script that reads ``engine.moe_stats()`` itself: neither takes from the other.
+
+    Evaluation after the second step counts to the third: its tokens and bytes do, its load does not.
+    """
     script = Script(str(tmp_path), arguments=arguments)
     outcomes = two_ranks.run(train_logging, script)
     trained = outcomes[0]
@@ -116,6 +125,8 @@ def test_layers_are_logged(two_ranks: RankPool, tmp_path: Path, arguments: dict[
     assert [log["step"] for log in trained.logs if "loss" in log] == at_steps
     counted: list[MoEStats] = trained.extra
     assert outcomes[1].extra == counted
+    num_tokens = [stats.layers[0].num_tokens for stats in counted]
+    assert (num_tokens[2] > num_tokens[1]) == ("eval_strategy" in arguments)
     for entry, first, last in zip(entries, [0, *at_steps], at_steps, strict=False):
         of_layer = list(zip(*(stats.layers for stats in counted[first:last]), strict=True))
         loads = [np.sum([stats.expert_load for stats in layer], axis=0) for layer in of_layer]

@@ -21,7 +21,6 @@ from ds_hybrid.placement import ExpertPlacement
 from tests.multirank.models import make_model
 from tests.multirank.test_rebalancing import EAGER
 from tests.multirank.trainers import (
-    LAYERS,
     LORA,
     Script,
     Trained,
@@ -153,6 +152,8 @@ def test_gradient_checkpointing_observed_and_rebalanced(two_ranks: RankPool, tmp
     assert checkpointed.losses == pytest.approx(plain.losses, abs=1e-6)
     assert checkpointed.norms == pytest.approx(plain.norms, rel=1e-5)
     for record, again in zip(steps, steps_again, strict=True):
+        for layer, twice in zip(record.layers, again.layers, strict=True):  # backward runs each forward again
+            assert sum(twice.wire_bytes.values()) > 1.25 * sum(layer.wire_bytes.values()) > 0
         assert [layer.load for layer in record.layers] == [layer.load for layer in again.layers]
 
 
@@ -184,6 +185,19 @@ def test_adapters_at_stage_2_in_bf16(two_ranks: RankPool, tmp_path: Path) -> Non
     for name, weight in whole.weights.items():
         assert torch.equal(resumed.weights[name], weight)
         assert torch.equal(weight, whole.initial[name].to(weight.dtype)) == ("lora_" not in name), name
+
+
+def test_frozen_experts_that_have_moved_resume_where_they_were(two_ranks: RankPool, tmp_path: Path) -> None:
+    """The Trainer leaves frozen parameters out of the checkpoint; of experts it does not."""
+    make_model("mixtral").save_pretrained(tmp_path / "base")  # type: ignore[operator]
+    script = Script(str(tmp_path), lora=LORA, arguments=SAVING)
+    whole = two_ranks.run(train_moving, script, 1, str(tmp_path / "base"))[0]
+    resumed = two_ranks.run(run, script, str(tmp_path / "checkpoint-2"), str(tmp_path / "base"))[0]
+    assert whole.extra == resumed.extra == [MOVED] * 2
+    assert resumed.losses == whole.losses
+    for name, weight in whole.weights.items():
+        assert torch.equal(resumed.weights[name], weight), name
+        assert torch.equal(weight, whole.initial[name]) == ("lora_" not in name), name
 
 
 def train_both(
@@ -218,12 +232,15 @@ def placements_of(trainer: Any) -> list[ExpertPlacement]:
     return [layer.placement for layer in engine_of(trainer).moe_layers_by_name().values()]
 
 
-def train_moving(script: Script, at_step: int) -> Trained:
+def train_moving(script: Script, at_step: int, base: str | None = None) -> Trained:
     def finish(trainer: Any) -> list[ExpertPlacement]:
         trainer.save_model(f"{script.folder}/final")
         return placements_of(trainer)
 
-    return train(script, prepare=lambda trainer: trainer.add_callback(move_at(trainer, at_step)), finish=finish)
+    def prepare(trainer: Any) -> None:
+        trainer.add_callback(move_at(trainer, at_step))
+
+    return train(script, base=base, prepare=prepare, finish=finish)
 
 
 def move_at(trainer: Any, step: int) -> Any:
@@ -232,7 +249,8 @@ def move_at(trainer: Any, step: int) -> Any:
     class Move(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == step:
-                engine_of(trainer).move_experts(dict.fromkeys(LAYERS, MOVED))
+                engine = engine_of(trainer)
+                engine.move_experts(dict.fromkeys(engine.moe_layers_by_name(), MOVED))
 
     return Move()
 

@@ -48,8 +48,9 @@ class Script:
             "bf16": {"enabled": "auto"},
             "zero_optimization": {"stage": self.zero_stage, **dict.fromkeys(buckets, "auto")},
             "zero_force_ds_cpu_optimizer": False,
-            "expert_parallel": {"enabled": True, "autoep_size": 2},
-            "ds_hybrid": {"dispatch": {"mode": "two_stage", "wire_dtype": "auto"}},  # another "auto", which is ours
+            # Other "auto" values, which are no blanks for the Trainer to fill.
+            "expert_parallel": {"enabled": True, "autoep_size": 2, "score_apply": "auto", "combine_impl": "auto"},
+            "ds_hybrid": {"dispatch": {"mode": "two_stage", "wire_dtype": "auto"}},
         }
         config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
         if self.optimizer_in_file:

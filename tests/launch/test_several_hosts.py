@@ -78,7 +78,8 @@ def far_launcher(port: str) -> subprocess.Popen[bytes]:
 def test_a_run_that_ends_badly_ends_on_all_hosts_and_no_other_run_does(
     cluster: FakeCluster, deepspeed: str, code: int
 ) -> None:
-    mine, other = str(free_port()), str(free_port())
+    port = free_port()
+    mine, other = str(port), str(port - 1)
     buffers = [Path(f"/dev/shm/deepspeed_allreduce_buffer_0_w0_{port}_0") for port in (mine, other)]
     for buffer in buffers:
         buffer.touch()

@@ -393,8 +393,8 @@ def _sequence_problems(document: Mapping[str, Any], world_size: int | None) -> I
     shared_by = count_at(document, "sequence_parallel_size") or 1
     if num_replicas is ABSENT or world_size is None or world_size % shared_by:
         return
-    if num_replicas != world_size // shared_by:
-        size = world_size // shared_by
+    size = world_size // shared_by
+    if num_replicas != size:
         rule = f"must be world_size {world_size} / sequence_parallel_size {shared_by}. Remove it, or set it to {size}."
         yield Problem("data_parallel_size", rule, num_replicas)
 

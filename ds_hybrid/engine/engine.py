@@ -389,10 +389,10 @@ class MoEEngine(DeepSpeedEngine):
         return gather_whole(self, self._blocks, exclude_frozen_parameters=exclude_frozen_parameters)
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
-        self._observer.pause()
         if not self.moe_layers_by_name():
+            self._observer.pause()
             return super()._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
-        state = gather_whole(self, self._blocks, exclude_frozen_parameters=exclude_frozen_parameters)
+        state = self.whole_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
         return state if self.global_rank == 0 else None
 
     def clip_fp32_gradients(self) -> None:

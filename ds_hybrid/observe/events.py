@@ -12,6 +12,8 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from ds_hybrid.problems import value_at
+
 SCHEMA_VERSION: Final = 1
 EVENTS_FILE: Final = "events.jsonl"
 TIMELINE_FILE: Final = "timeline.jsonl"
@@ -112,6 +114,11 @@ class RunRecord(Record):
     expert_groups: tuple[ExpertGroups, ...]
     layers: tuple[LayerFacts, ...]
     nvlink: str | None = None
+
+    def section(self, path: str) -> Mapping[str, Any]:
+        """Of the ds_config, at a path such as "ds_hybrid.rebalance"; empty where there is none."""
+        value = value_at(self.ds_config, path)
+        return value if isinstance(value, Mapping) else {}
 
 
 class ResumeRecord(Record):

@@ -124,8 +124,7 @@ class _Keys:
         is_list = value is None or isinstance(value, list)
         if is_list and all(type(layer) is int and 0 <= layer < num_layers for layer in value or []):
             return set(value or [])
-        last = num_layers - 1
-        self.problems.append(Problem(key, f"must be a list of integers from 0 to {last}, or null.", value))
+        self.problems.append(Problem(key, f"must be a list of integers from 0 to {num_layers - 1}, or null.", value))
         return set()
 
 

@@ -21,7 +21,7 @@ from ds_hybrid.plan.memory import Memory, memory
 from ds_hybrid.plan.model import ModelShape
 from ds_hybrid.plan.routing import RankDemand, RoutingLaw
 from ds_hybrid.plan.sequence import Gathers, gathers
-from ds_hybrid.plan.time import DispatchCost, Rings, StepTime, dispatch_cost, slowest_ring, step_time
+from ds_hybrid.plan.time import DispatchCost, Rings, StepTime, dispatch_cost, ring_groups, slowest_ring, step_time
 from ds_hybrid.topology.cluster import Cluster
 from ds_hybrid.topology.layout import Layout, consecutive_groups, plan_layout
 
@@ -150,9 +150,7 @@ class Estimator:
         return widest_group(self.layout(tp_size, ep_size), self.request.cluster)
 
     def _slowest_rings(self, tp_size: int, ep_size: int, sp_size: int) -> Rings:
-        layout = self.layout(tp_size, ep_size)
-        shared = consecutive_groups(self.request.cluster.num_ranks, sp_size)
-        kinds = (layout.tp_groups, shared, layout.dp_groups, layout.edp_groups)
+        kinds = ring_groups(self.layout(tp_size, ep_size), self.request.cluster.num_ranks, sp_size)
         return Rings(*(self._slowest(groups) for groups in kinds))
 
     def _count_hosts(self, group: tuple[int, ...]) -> int:

@@ -101,14 +101,14 @@ class Rings:
 
 
 def rings(machine: Machine, cluster: Cluster, layout: Layout, sp_size: int = 1) -> Rings:
-    """Of a layout; the ranks that share a sequence are consecutive."""
-    kinds = (
-        layout.tp_groups,
-        consecutive_groups(cluster.num_ranks, sp_size),
-        layout.dp_groups,
-        layout.edp_groups,
-    )
+    """Of a layout."""
+    kinds = ring_groups(layout, cluster.num_ranks, sp_size)
     return Rings(*(slowest_ring(machine, cluster, groups) for groups in kinds))
+
+
+def ring_groups(layout: Layout, num_ranks: int, sp_size: int) -> tuple[Groups, Groups, Groups, Groups]:
+    """The groups of each kind, as :class:`Rings` has them; the ranks that share a sequence are consecutive."""
+    return layout.tp_groups, consecutive_groups(num_ranks, sp_size), layout.dp_groups, layout.edp_groups
 
 
 def slowest_ring(machine: Machine, cluster: Cluster, groups: Groups) -> GroupSpeed:

@@ -21,7 +21,7 @@ from ds_hybrid.observe.events import (
     RunRecord,
 )
 from ds_hybrid.observe.report.charts import drawn_ranks, heatmap_columns
-from ds_hybrid.observe.report.digest import headline, view_of
+from ds_hybrid.observe.report.digest import headline, settled, view_of
 from ds_hybrid.observe.report.page import page
 from ds_hybrid.observe.report.placements import LayerHistory, Placed, Slots, histories
 from ds_hybrid.observe.report.view import Advice, RunView
@@ -53,7 +53,9 @@ def rank_spread(load: npt.ArrayLike, slots: Slots) -> float:
 
 def view(*records: Record, step: int | None = None) -> RunView:
     timeline = None if step is None else timeline_record(step)
-    return view_of(RunEvents(records), name="run", timeline=timeline, timeline_steps=() if step is None else (step,))
+    return view_of(
+        settled(RunEvents(records)), name="run", timeline=timeline, timeline_steps=() if step is None else (step,)
+    )
 
 
 def titles(*records: Record, step: int | None = None) -> list[str]:
@@ -67,7 +69,7 @@ def configured(**sections: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> RunView:
     events = read_events(write_run(tmp_path_factory.mktemp("run")))
-    return view_of(events, name="run", timeline=timeline_record(60), timeline_steps=(50, 60))
+    return view_of(settled(events), name="run", timeline=timeline_record(60), timeline_steps=(50, 60))
 
 
 def test_lines(whole: RunView) -> None:
@@ -283,7 +285,7 @@ def test_a_timeline_is_of_the_hosts_that_ran_it() -> None:
     events = RunEvents((run_record(), step_record(10), elsewhere, resume(10), step_record(20)))
     for step, node in ((10, "node-a"), (20, "c")):
         timeline = timeline_record(step)
-        shown = view_of(events, name="run", timeline=timeline, timeline_steps=(step,))
+        shown = view_of(settled(events), name="run", timeline=timeline, timeline_steps=(step,))
         assert shown.step is not None
         assert shown.step.ranks[0].node == node
 
@@ -337,7 +339,9 @@ def test_a_repeated_forward_counts_once() -> None:
     ]
     timed = [Timed(name, phase, 0, start / 1e3, length / 1e3) for name, phase, start, length in spans]
     record = made_timeline([span_columns(timed)], LAYERS[:1], time=0, step=10)
-    shown = view_of(RunEvents((run_record(), step_record(10))), name="run", timeline=record, timeline_steps=(10,))
+    shown = view_of(
+        settled(RunEvents((run_record(), step_record(10)))), name="run", timeline=record, timeline_steps=(10,)
+    )
     assert shown.step is not None
     (rank,) = shown.step.ranks
     found = {name: 1e3 * rank.seconds(name) for name in shown.step.names}

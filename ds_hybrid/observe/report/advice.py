@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -65,7 +65,7 @@ def advice_for(events: RunEvents, layers: Sequence[LayerView], step: StepView | 
 def _about_records(events: RunEvents) -> list[Advice]:
     found = [Advice("note", "Not all that was written is shown", f"{warning}.") for warning in events.warnings]
     if not events.steps:
-        interval = _ours(events.run, "observe").get("interval", 10)
+        interval = events.run.section("ds_hybrid.observe").get("interval", 10)
         text = (
             f"The run wrote its start and no step. Records come every ds_hybrid.observe.interval = {interval} "
             "optimizer steps: it stopped earlier, or has not come so far yet."
@@ -121,7 +121,7 @@ def _about_load(layers: Sequence[LayerView], run: RunRecord) -> list[Advice]:
             "expert-parallel size."
         )
         return [Advice("advice", title, text)]
-    config = _ours(run, "rebalance")
+    config = run.section("ds_hybrid.rebalance")
     if not config.get("enabled"):
         text = "Switch rebalancing on: ds_hybrid.rebalance.enabled = true moves experts when it pays."
     elif config.get("dry_run"):
@@ -138,7 +138,7 @@ def _about_waiting(steps: Sequence[StepRecord], layers: Sequence[LayerView], run
     late = mean([record.exposed_fraction for record in _late(steps) if record.exposed_fraction is not None])
     if not late >= EXPOSED:
         return []
-    dispatch = _ours(run, "dispatch")
+    dispatch = run.section("ds_hybrid.dispatch")
     chunks = dispatch.get("overlap_chunks", 1)
     ideas = []
     if any(len(layer.last_slots) > 1 and layer.late_spread() >= UNEVEN for layer in layers):
@@ -160,7 +160,7 @@ def _about_waiting_in_attention(steps: Sequence[StepRecord], run: RunRecord) -> 
     late = mean([fraction for fraction in fractions if fraction is not None])
     if not late >= EXPOSED:
         return []
-    attention = _ours(run, "attention")
+    attention = run.section("ds_hybrid.attention")
     ideas = []
     if attention.get("kv_gather") != "auto":
         ideas.append("try ds_hybrid.attention.kv_gather = auto, which picks by sizes and links")
@@ -180,7 +180,7 @@ def _sentence(ideas: Sequence[str]) -> str:
 def _about_bytes(layers: Sequence[LayerView], run: RunRecord) -> list[Advice]:
     """Of the modes that can do with fewer bytes: two_stage, and by a name in the config alltoall and allgather. What
     ``auto`` takes is predicted to be quicker, whatever it sends."""
-    named = _ours(run, "dispatch").get("mode", "auto")
+    named = run.section("ds_hybrid.dispatch").get("mode", "auto")
     wasteful = {"two_stage"} if named == "auto" else {"two_stage", "alltoall", "allgather"}
     far = [layer for layer in layers if layer.wire.ratio >= FAR_FROM_BOUND and layer.wire.by_mode.keys() <= wasteful]
     if not far:
@@ -281,9 +281,3 @@ def _spans_nodes(layer: LayerView, run: RunRecord) -> bool:
 
 def _late(steps: Sequence[StepRecord]) -> Sequence[StepRecord]:
     return steps[-max(1, len(steps) // 4) :]
-
-
-def _ours(run: RunRecord, name: str) -> Mapping[str, Any]:
-    ours = run.ds_config.get("ds_hybrid")
-    section = ours.get(name) if isinstance(ours, Mapping) else None
-    return section if isinstance(section, Mapping) else {}

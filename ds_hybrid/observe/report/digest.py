@@ -52,11 +52,11 @@ def view_of(events: RunEvents, *, name: str, timeline: TimelineRecord | None, ti
     """The view of a run.
 
     Args:
+        events: what :func:`settled` leaves of them.
         name: of the run, as its directory is called.
         timeline: of the step that is to be drawn.
         timeline_steps: all steps that have a timeline.
     """
-    events = settled(events)
     run, places, records = events.run, histories(events.records), _loaded(events.steps)
     layers = tuple(
         _layer_view(facts, records[facts.name], events, run, places[facts.name])

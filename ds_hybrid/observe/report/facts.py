@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from ds_hybrid.observe.events import RunRecord, StepRecord
 from ds_hybrid.observe.report.scales import in_seconds, in_utc
@@ -48,18 +47,18 @@ def _where(node_of_rank: Sequence[str]) -> str:
 
 def _parallelism(run: RunRecord) -> str:
     ep_sizes = sorted({layer.ep_size for layer in run.layers}) or [1]
-    stage = _section(run.ds_config, "zero_optimization").get("stage", 0)
+    stage = run.section("zero_optimization").get("stage", 0)
     return f"expert {', '.join(map(str, ep_sizes))}, tensor {run.tp_size}, ZeRO {stage}"
 
 
 def _dispatcher(run: RunRecord) -> str:
-    dispatch = _section(_section(run.ds_config, "ds_hybrid"), "dispatch")
+    dispatch = run.section("ds_hybrid.dispatch")
     wire_dtype = dispatch.get("wire_dtype", "auto")
     return f"{dispatch.get('mode', 'auto')}{'' if wire_dtype == 'auto' else f', {wire_dtype} on the wire'}"
 
 
 def _rebalancing(run: RunRecord) -> str:
-    rebalance = _section(_section(run.ds_config, "ds_hybrid"), "rebalance")
+    rebalance = run.section("ds_hybrid.rebalance")
     if not rebalance.get("enabled"):
         return "off"
     dry_run = ", dry run" if rebalance.get("dry_run") else ""
@@ -72,8 +71,3 @@ def _intervals(steps: Sequence[StepRecord]) -> str:
         return "no steps yet"
     shown = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
     return f"{shown} step{'' if sizes == [1] else 's'}"
-
-
-def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = config.get(name)
-    return value if isinstance(value, Mapping) else {}
